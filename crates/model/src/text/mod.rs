@@ -9,6 +9,7 @@ mod added;
 mod byte_level;
 mod chat_template;
 mod control;
+mod encoder;
 mod error;
 mod literals;
 mod marked;

@@ -1,20 +1,15 @@
-//! One tokenizer over both encoders: text to ids, ids to text, ids to bytes.
+//! One tokenizer over all encoders: text to ids, ids to text, ids to bytes.
 
-use std::path::Path;
 use std::sync::Arc;
 
-use tokenizers::models::bpe::BPE;
-use tokenizers::{
-    Model, NormalizedString, Normalizer, NormalizerWrapper, OffsetReferential, OffsetType,
-    PreTokenizedString, PreTokenizer, PreTokenizerWrapper,
-};
+use tokenizers::NormalizerWrapper;
 
-use super::added::{AddedTokens, Matching, added_tokens, encode_error, id_lookup};
+use super::added::{AddedTokens, Matching, added_tokens, id_lookup};
 use super::byte_level::{self, PreTokenizerName};
 use super::control::{ControlTokens, RenderedText, looks_like_control};
+use super::encoder::{ByteLevelEncoder, SentencePieceEncoder, TextEncoder};
 use super::pieces::{PieceKind, PieceTable, Spelling};
 use super::sentence_piece::SentencePieceModel;
-use super::tokenizer_json;
 use super::{GgufVocabulary, TextError};
 use crate::files::gguf::Gguf;
 
@@ -46,13 +41,6 @@ pub struct Tokenizer {
     strips_leading_space: bool,
 }
 
-/// How text becomes ids.
-pub(super) enum TextEncoder {
-    ByteLevel(Box<ByteLevelEncoder>),
-    SentencePiece(Box<SentencePieceEncoder>),
-    Json(Box<tokenizer_json::JsonEncoder>),
-}
-
 /// The ids of special tokens, and which of them a whole text gets.
 #[derive(Debug, Default, Clone)]
 pub(super) struct SpecialTokens {
@@ -64,32 +52,7 @@ pub(super) struct SpecialTokens {
     pub(super) adds_eos: bool,
 }
 
-pub(super) struct ByteLevelEncoder {
-    normalizer: Option<NormalizerWrapper>,
-    pre_tokenizer: PreTokenizerWrapper,
-    model: BPE,
-    added: AddedTokens,
-}
-
-pub(super) struct SentencePieceEncoder {
-    model: SentencePieceModel,
-    /// Text to id for every token, including those the model never produces.
-    lookup: BPE,
-    added: AddedTokens,
-}
-
 impl Tokenizer {
-    /// Reads a `tokenizer.json`. It does not name begin and end tokens; see [`Tokenizer::from_folder`].
-    pub fn from_file(path: impl AsRef<Path>) -> Result<Self, TextError> {
-        tokenizer_json::from_file(path.as_ref())
-    }
-
-    /// Reads `tokenizer.json` from a model folder, and the begin and end tokens from the
-    /// `tokenizer_config.json`, `config.json` and `generation_config.json` beside it, where they exist.
-    pub fn from_folder(folder: impl AsRef<Path>) -> Result<Self, TextError> {
-        tokenizer_json::from_folder(folder.as_ref())
-    }
-
     /// Rebuilds the tokenizer of a GGUF file.
     pub fn from_gguf(file: &Gguf) -> Result<Self, TextError> {
         Self::from_gguf_vocabulary(&GgufVocabulary::from_gguf(file)?)
@@ -106,12 +69,7 @@ impl Tokenizer {
             "gpt2" => {
                 let stages = byte_level::build(vocabulary)?;
                 let added = AddedTokens::new(whole(), &stages.model, stages.normalizer.as_ref())?;
-                encoder = TextEncoder::ByteLevel(Box::new(ByteLevelEncoder {
-                    normalizer: stages.normalizer,
-                    pre_tokenizer: stages.pre_tokenizer,
-                    model: stages.model,
-                    added,
-                }));
+                encoder = TextEncoder::ByteLevel(Box::new(ByteLevelEncoder { stages, added }));
                 spelling = Spelling::ByteLevel;
                 strips_leading_space = false;
                 adds_bos = PreTokenizerName::parse(vocabulary.pre.as_deref())?.adds_bos_by_default();
@@ -203,10 +161,10 @@ impl Tokenizer {
             ids.push(bos);
         }
         match &self.encoder {
-            TextEncoder::ByteLevel(encoder) => encoder.encode(text, matching, &mut ids)?,
-            TextEncoder::SentencePiece(encoder) => encoder.encode(text, matching, &mut ids),
             // The file's own post-processor adds the special tokens.
             TextEncoder::Json(encoder) => ids = encoder.encode(text, add_special, matching)?,
+            TextEncoder::ByteLevel(encoder) => encoder.encode(text, matching, &mut ids)?,
+            TextEncoder::SentencePiece(encoder) => encoder.encode(text, matching, &mut ids),
         }
         if let Some(eos) = self.specials.eos.filter(|_| add_special && self.specials.adds_eos) {
             ids.push(eos);
@@ -248,11 +206,7 @@ impl Tokenizer {
 
     /// Id of the token with exactly this text, as written in the vocabulary.
     pub fn token_id(&self, token: &str) -> Option<u32> {
-        match &self.encoder {
-            TextEncoder::ByteLevel(encoder) => encoder.model.token_to_id(token),
-            TextEncoder::SentencePiece(encoder) => encoder.lookup.token_to_id(token),
-            TextEncoder::Json(encoder) => encoder.token_id(token),
-        }
+        self.encoder.token_id(token)
     }
 
     /// Text of a token for display and for `bos_token` in chat templates.
@@ -319,66 +273,6 @@ impl std::fmt::Debug for Tokenizer {
             .field("specials", &self.specials)
             .finish_non_exhaustive()
     }
-}
-
-impl ByteLevelEncoder {
-    fn encode(&self, text: &str, matching: Matching, ids: &mut Vec<u32>) -> Result<(), TextError> {
-        let split = run_stages(
-            &self.added,
-            matching,
-            self.normalizer.as_ref(),
-            Some(&self.pre_tokenizer),
-            &self.model,
-            text,
-        )?;
-        for (_, _, tokens) in split.get_splits(OffsetReferential::Normalized, OffsetType::None) {
-            ids.extend(tokens.iter().flatten().map(|token| token.id));
-        }
-        Ok(())
-    }
-}
-
-impl SentencePieceEncoder {
-    fn encode(&self, text: &str, matching: Matching, ids: &mut Vec<u32>) {
-        let split = self.added.matcher(matching).extract_and_normalize(None::<&NormalizerWrapper>, text);
-        let mut after_break = true;
-        for (fragment, _, tokens) in split.get_splits(OffsetReferential::Original, OffsetType::None) {
-            match tokens {
-                Some(tokens) => {
-                    ids.extend(tokens.iter().map(|token| token.id));
-                    after_break = true;
-                }
-                None => {
-                    self.model.encode(&matching.without_mark(fragment), after_break, ids);
-                    after_break = false;
-                }
-            }
-        }
-    }
-}
-
-/// Matches whole tokens, then normalises, cuts and merges what lies between them.
-pub(super) fn run_stages<N: Normalizer, M: Model>(
-    added: &AddedTokens,
-    matching: Matching,
-    normalizer: Option<&N>,
-    pre_tokenizer: Option<&PreTokenizerWrapper>,
-    model: &M,
-    text: &str,
-) -> Result<PreTokenizedString, TextError> {
-    let mut split = added.matcher(matching).extract_and_normalize(normalizer, text);
-    if let Matching::AllButMarked(mark) = matching {
-        let remove = |fragment: &mut NormalizedString| {
-            fragment.filter(|character| character != mark);
-            Ok(())
-        };
-        split.normalize(remove).map_err(encode_error)?;
-    }
-    if let Some(pre_tokenizer) = pre_tokenizer {
-        pre_tokenizer.pre_tokenize(&mut split).map_err(encode_error)?;
-    }
-    split.tokenize(|fragment| model.tokenize(fragment.get())).map_err(encode_error)?;
-    Ok(split)
 }
 
 /// The tokens that messages may not contain as tokens.

@@ -7,12 +7,13 @@ use std::path::Path;
 
 use serde::Deserialize;
 use serde_json::Value;
-use tokenizers::{AddedToken, OffsetType};
+use tokenizers::AddedToken;
 
 use super::TextError;
-use super::added::{AddedTokens, Matching, encode_error, id_lookup};
+use super::added::{AddedTokens, encode_error, id_lookup};
+use super::encoder::{JsonEncoder, TextEncoder};
 use super::pieces::{PieceKind, PieceTable, Spelling};
-use super::tokenizer::{SpecialTokens, TextEncoder, Tokenizer, run_stages};
+use super::tokenizer::{SpecialTokens, Tokenizer};
 use super::vocabulary::MAX_TOKENS;
 use crate::files::JsonFile;
 
@@ -20,45 +21,18 @@ use crate::files::JsonFile;
 const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
 const MAX_CONFIG_BYTES: u64 = 64 << 20;
 
-/// Encodes with the stages a `tokenizer.json` describes.
-pub(super) struct JsonEncoder {
-    inner: tokenizers::Tokenizer,
-    added: AddedTokens,
-}
-
-impl JsonEncoder {
-    pub(super) fn encode(
-        &self,
-        text: &str,
-        add_special: bool,
-        matching: Matching,
-    ) -> Result<Vec<u32>, TextError> {
-        let split = run_stages(
-            &self.added,
-            matching,
-            self.inner.get_normalizer(),
-            self.inner.get_pre_tokenizer(),
-            self.inner.get_model(),
-            text,
-        )?;
-        let encoding = split.into_encoding(None, 0, OffsetType::None).map_err(encode_error)?;
-        let encoding = self.inner.post_process(encoding, None, add_special).map_err(encode_error)?;
-        Ok(encoding.get_ids().to_vec())
+impl Tokenizer {
+    /// Reads a `tokenizer.json`. It does not name begin and end tokens; see [`Tokenizer::from_folder`].
+    pub fn from_file(path: impl AsRef<Path>) -> Result<Self, TextError> {
+        load(path.as_ref(), |_| Ok(SpecialTokens::default()))
     }
 
-    pub(super) fn token_id(&self, token: &str) -> Option<u32> {
-        self.inner.token_to_id(token)
+    /// Reads `tokenizer.json` from a model folder, and the begin and end tokens from the
+    /// `tokenizer_config.json`, `config.json` and `generation_config.json` beside it, where they exist.
+    pub fn from_folder(folder: impl AsRef<Path>) -> Result<Self, TextError> {
+        let folder = folder.as_ref();
+        load(&folder.join("tokenizer.json"), |inner| specials_of_folder(folder, inner))
     }
-}
-
-/// Loads a `tokenizer.json` alone.
-pub(super) fn from_file(path: &Path) -> Result<Tokenizer, TextError> {
-    load(path, |_| Ok(SpecialTokens::default()))
-}
-
-/// Loads a model folder.
-pub(super) fn from_folder(folder: &Path) -> Result<Tokenizer, TextError> {
-    load(&folder.join("tokenizer.json"), |inner| specials_of_folder(folder, inner))
 }
 
 fn load(

@@ -10,6 +10,7 @@ mod engine_tests;
 mod factory;
 mod filter;
 mod limits;
+mod rule_error;
 mod schema;
 mod stop_regex;
 mod structural_tag;
@@ -21,9 +22,10 @@ mod token_rules;
 mod tool_calls;
 
 pub use factory::{Constraint, GrammarFactory};
+pub(crate) use rule_error::RuleError;
 pub(crate) use schema::closed;
 pub use structural_tag::{StructuralTag, TagStructure};
-pub(crate) use token_rules::{RuleError, TokenRules};
+pub(crate) use token_rules::TokenRules;
 pub use tool_calls::ForcedCalls;
 
 /// Why an answer cannot be constrained as asked.

@@ -13,7 +13,7 @@ use regex_automata::nfa::thompson::{Compiler, Config, NFA, State, WhichCaptures}
 use regex_automata::util::primitives::StateID;
 use regex_automata::util::syntax;
 
-use super::token_rules::RuleError;
+use super::rule_error::RuleError;
 
 /// The most bytes that the expressions of a request take when they are compiled: some thousands of states.
 const PROGRAM_BYTES: usize = 128 << 10;

@@ -4,8 +4,9 @@
 use std::sync::Arc;
 
 use oscar_engine::{EngineError, TokenFilter, TokenMask};
-use oscar_model::text::{TextError, Tokenizer};
+use oscar_model::text::Tokenizer;
 
+use super::rule_error::RuleError;
 use super::stop_regex::StopRegex;
 
 /// What is asked of the tokens of an answer.
@@ -17,26 +18,6 @@ pub(crate) struct TokenRules {
     pub(crate) bad_words: Vec<String>,
     /// Regular expressions of texts with which the answer ends.
     pub(crate) stop_regex: Vec<String>,
-}
-
-/// Why rules cannot be kept to.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum RuleError {
-    /// A bad word cannot be tokenized.
-    #[error(transparent)]
-    Text(#[from] TextError),
-    /// An expression is not valid.
-    #[error("stop_regex: {0}")]
-    Regex(String),
-    /// Expressions take too much when they are compiled.
-    #[error("stop_regex: the expressions take more than {limit} bytes when they are compiled")]
-    RegexTooLarge {
-        /// The most bytes that they may take.
-        limit: usize,
-    },
-    /// Nothing can end an answer of this model.
-    #[error("stop_regex: this model has no token that ends an answer")]
-    NoEnd,
 }
 
 impl TokenRules {

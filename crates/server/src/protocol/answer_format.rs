@@ -4,6 +4,7 @@
 use serde_json::Value;
 
 use super::content_format::{ContentFormat, content};
+use super::field_error::{FieldError, get, wrong};
 use super::says_nothing;
 use crate::grammar::{Constraint, ForcedCalls, TokenRules, closed};
 use crate::parse::{Tool, ToolCallFormat};
@@ -18,16 +19,6 @@ const MAX_BAD_WORD: usize = 128;
 /// The most regular expressions that may end an answer, and the most bytes of one.
 const MAX_STOP_REGEXES: usize = 8;
 const MAX_STOP_REGEX: usize = 1024;
-
-/// The error of a field that is not valid.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{field}` {problem}")]
-pub(crate) struct FieldError {
-    /// The path of the field, such as `tools[0].function.name`.
-    pub(crate) field: String,
-    /// What is wrong with its value.
-    pub(crate) problem: String,
-}
 
 /// The field `tool_choice`: whether the model is to call tools.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -242,15 +233,6 @@ fn stop_regex(body: &Value, free: bool) -> Result<Vec<String>, FieldError> {
         return Err(wrong(field, "cannot be combined with ignore_eos, min_tokens or a form of answer"));
     }
     Ok(texts)
-}
-
-/// The value of a field that is there and not `null`.
-pub(super) fn get<'v>(value: &'v Value, field: &str) -> Option<&'v Value> {
-    value.get(field).filter(|value| !value.is_null())
-}
-
-pub(super) fn wrong(field: impl Into<String>, problem: impl Into<String>) -> FieldError {
-    FieldError { field: field.into(), problem: problem.into() }
 }
 
 #[cfg(test)]

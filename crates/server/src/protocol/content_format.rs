@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::answer_format::{FieldError, get, wrong};
+use super::field_error::{FieldError, get, wrong};
 use super::says_nothing;
 use crate::grammar::{StructuralTag, TagStructure, closed};
 

@@ -11,7 +11,7 @@ use serde_json::{Map, Number, Value};
 use super::lists::tokens_or_all;
 use super::llama::repetition_penalty;
 use super::sampling::SamplingFields;
-use super::{AnswerFormat, ApiError, Door, OneOrMany, PrecisionFields, Prompt, UnreadFields};
+use super::{AnswerFormat, ApiError, OneOrMany, PrecisionFields, Prompt, RequestKind, UnreadFields};
 use crate::options::UnknownFields;
 
 /// The body of a request to `/v1/completions` or `/v1/chat/completions`.
@@ -152,10 +152,10 @@ impl OpenAiRequest {
     }
 
     /// Refuses fields that nobody reads, also within others.
-    pub(crate) fn check_fields(&self, door: Door, policy: UnknownFields) -> Result<(), ApiError> {
-        self.unread.check(door, policy)?;
+    pub(crate) fn check_fields(&self, kind: RequestKind, policy: UnknownFields) -> Result<(), ApiError> {
+        self.unread.check(kind, policy)?;
         if let Some(options) = &self.stream_options {
-            options.unread.check(Door::StreamOptions, policy)?;
+            options.unread.check(RequestKind::StreamOptions, policy)?;
         }
         Ok(())
     }
@@ -385,7 +385,10 @@ mod tests {
         let separates = |text: &str| {
             let mut request = request(text);
             request.leave_fields_of_completions();
-            (request.separates_reasoning(), request.check_fields(Door::Chat, UnknownFields::Refuse).is_ok())
+            (
+                request.separates_reasoning(),
+                request.check_fields(RequestKind::Chat, UnknownFields::Refuse).is_ok(),
+            )
         };
         assert_eq!(separates("{\"reasoning_format\": \"none\"}"), (false, true));
         assert_eq!(separates("{\"reasoning_format\": \"deepseek\"}"), (true, true));

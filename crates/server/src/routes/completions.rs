@@ -17,7 +17,7 @@ use super::collect::{FinishedChoice, collect};
 use super::{chunk_head, finish_name, fresh_id};
 use crate::http::JsonBody;
 use crate::http::sse::{EventWriter, stream, write_done, write_event, write_json};
-use crate::protocol::{ApiError, Door, OpenAiRequest, Prompt, Usage};
+use crate::protocol::{ApiError, OpenAiRequest, Prompt, RequestKind, Usage};
 use crate::requests::{AnswerStream, PromptEvent, PromptRequest, request_id};
 use crate::routes::constrain::token_filter;
 use crate::routes::logprobs::{
@@ -40,7 +40,7 @@ pub(crate) async fn completions(
     JsonBody(mut request, memory): JsonBody<OpenAiRequest>,
 ) -> Result<Response, ApiError> {
     request.leave_fields_of_chats();
-    request.check_fields(Door::Completions, app.options.unknown_fields)?;
+    request.check_fields(RequestKind::Completions, app.options.unknown_fields)?;
     app.model.check_name(request.model.as_deref())?;
     let echo = request.echo.unwrap_or(false);
     let logprobs = request.completion_logprobs()?;

@@ -11,7 +11,9 @@ use serde_json::{Value, json};
 use super::collect::collect;
 use super::fresh_id;
 use crate::http::JsonBody;
-use crate::protocol::{ApiError, Door, EmbeddingEncoding, EmbeddingsRequest, Prompt, SamplingFields, Usage};
+use crate::protocol::{
+    ApiError, EmbeddingEncoding, EmbeddingsRequest, Prompt, RequestKind, SamplingFields, Usage,
+};
 use crate::requests::{AnswerStream, PromptRequest, request_id};
 use crate::state::AppState;
 
@@ -20,7 +22,7 @@ pub(crate) async fn embeddings(
     State(app): State<Arc<AppState>>,
     JsonBody(mut request, memory): JsonBody<EmbeddingsRequest>,
 ) -> Result<Json<Value>, ApiError> {
-    request.unread.check(Door::Embeddings, app.options.unknown_fields)?;
+    request.unread.check(RequestKind::Embeddings, app.options.unknown_fields)?;
     app.model.check_name(request.model.as_deref())?;
     let encoding = request.encoding()?;
     request.check_dimensions(app.engine.info().hidden_size)?;

@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 
 use crate::http::OptionalJsonBody;
 use crate::metrics::{hit_rate, token_usage, used_tokens};
-use crate::protocol::{ApiError, Door, UnreadFields, short};
+use crate::protocol::{ApiError, RequestKind, UnreadFields, short};
 use crate::state::{AppState, unix_seconds};
 use crate::tiers::offered;
 
@@ -190,7 +190,7 @@ pub(crate) async fn abort_request(
     State(app): State<Arc<AppState>>,
     OptionalJsonBody(request): OptionalJsonBody<AbortRequest>,
 ) -> Result<Json<Value>, ApiError> {
-    request.unread.check(Door::Abort, app.options.unknown_fields)?;
+    request.unread.check(RequestKind::Abort, app.options.unknown_fields)?;
     let aborted = match (request.rid.as_deref().filter(|id| !id.is_empty()), request.abort_all) {
         (_, Some(true)) => app.in_flight.abort(None),
         (Some(id), _) => app.in_flight.abort(Some(id)),

@@ -13,7 +13,7 @@ use super::chat::render;
 use super::info::PAGE_TOKENS;
 use crate::http::JsonBody;
 use crate::options::CacheShape;
-use crate::protocol::{ApiError, Door, OpenAiRequest, UnreadFields};
+use crate::protocol::{ApiError, OpenAiRequest, RequestKind, UnreadFields};
 use crate::state::AppState;
 
 /// The body of a request: a chat as it was said so far.
@@ -35,7 +35,7 @@ pub(crate) async fn kept(
     JsonBody(request, memory): JsonBody<KeptRequest>,
 ) -> Result<Json<Value>, ApiError> {
     let read = move |app: &AppState| {
-        request.unread.check(Door::Cache, app.options.unknown_fields)?;
+        request.unread.check(RequestKind::Cache, app.options.unknown_fields)?;
         app.model.check_name(request.model.as_deref())?;
         let mut chat = OpenAiRequest::of_chat(request.messages, request.tools, None);
         // Only what was said: the marks after the last message have not been computed.

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::embeddings::Computation;
 use super::fresh_id;
 use crate::http::JsonBody;
-use crate::protocol::{ApiError, Door, ScoreRequest, Usage, text_error};
+use crate::protocol::{ApiError, RequestKind, ScoreRequest, Usage, text_error};
 use crate::requests::request_id;
 use crate::state::{AppState, unix_seconds};
 
@@ -29,7 +29,7 @@ pub(crate) async fn score(
     State(app): State<Arc<AppState>>,
     JsonBody(mut request, memory): JsonBody<ScoreRequest>,
 ) -> Result<Json<Value>, ApiError> {
-    request.unread.check(Door::Score, app.options.unknown_fields)?;
+    request.unread.check(RequestKind::Score, app.options.unknown_fields)?;
     app.model.check_name(request.model.as_deref())?;
     app.check_batch(request.count(), "text_2")?;
     let id = fresh_id("score-");

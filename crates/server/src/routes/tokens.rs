@@ -10,7 +10,9 @@ use serde_json::Value;
 
 use super::chat::render;
 use crate::http::JsonBody;
-use crate::protocol::{ApiError, Door, Ids, OneOrMany, OpenAiRequest, UnreadFields, at_most, text_error};
+use crate::protocol::{
+    ApiError, Ids, OneOrMany, OpenAiRequest, RequestKind, UnreadFields, at_most, text_error,
+};
 use crate::state::AppState;
 use crate::text::bytes_of;
 
@@ -74,7 +76,7 @@ pub(crate) async fn tokenize(
 impl TokenizeRequest {
     /// The body of the answer. For texts of any length, this is work for [`AppState::encode`].
     fn answer(self, app: &AppState) -> Result<Vec<u8>, ApiError> {
-        self.unread.check(Door::Tokenize, app.options.unknown_fields)?;
+        self.unread.check(RequestKind::Tokenize, app.options.unknown_fields)?;
         app.model.check_name(self.model.as_deref())?;
         let max_model_len = app.engine.info().context;
         if self.messages.is_some() {
@@ -170,7 +172,7 @@ pub(crate) async fn detokenize(
 impl DetokenizeRequest {
     /// The body of the answer, as with [`TokenizeRequest::answer`].
     fn answer(self, app: &AppState) -> Result<Vec<u8>, ApiError> {
-        self.unread.check(Door::Detokenize, app.options.unknown_fields)?;
+        self.unread.check(RequestKind::Detokenize, app.options.unknown_fields)?;
         app.model.check_name(self.model.as_deref())?;
         let count = match &self.tokens {
             Ids::One(ids) => ids.len(),

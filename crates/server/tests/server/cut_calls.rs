@@ -1,4 +1,4 @@
-//! Calls that the limit of tokens cuts off, as every family writes them, at the doors of chats, responses and messages, whole
+//! Calls that the limit of tokens cuts off, as every family writes them, of chats, responses and messages, whole
 //! and streamed.
 
 use oscar_engine::FinishReason;

@@ -6,8 +6,8 @@ use serde_json::{Value, json};
 
 use crate::support::{mock, mock_with};
 
-/// A good request for each door.
-fn doors() -> [(&'static str, Value); 11] {
+/// A good request for each route.
+fn routes() -> [(&'static str, Value); 11] {
     let messages = json!([{"role": "user", "content": "Hello"}]);
     [
         ("/v1/chat/completions", json!({"messages": messages, "max_tokens": 2})),
@@ -40,7 +40,7 @@ fn told(answer: &crate::support::Answer, field: &str) {
 #[tokio::test]
 async fn every_door_refuses_what_it_does_not_know() {
     let server = mock();
-    for (path, request) in doors() {
+    for (path, request) in routes() {
         server.post(path, request.clone()).await.ok();
         for (field, value) in [
             ("temprature", json!(0.5)),
@@ -73,7 +73,7 @@ async fn every_door_refuses_what_it_does_not_know() {
 #[tokio::test]
 async fn fields_of_another_door_are_refused_too() {
     let server = mock();
-    let [chat, completion, ..] = doors();
+    let [chat, completion, ..] = routes();
     for (path, request, field, value) in [
         (chat.0, &chat.1, "prompt", json!("a")),
         (chat.0, &chat.1, "echo", json!(true)),
@@ -101,7 +101,7 @@ async fn null_empty_and_neutral_values_are_fine_everywhere() {
         "metadata": {"a": "b"}, "service_tier": "auto", "truncate_prompt_tokens": null, "modalities": ["text"],
         "function_call": "auto", "functions": [], "lora_path": null, "top_n_sigma": -1, "log_metrics": true,
     });
-    for (path, request) in doors() {
+    for (path, request) in routes() {
         server.post(path, with(request, &neutral)).await.ok();
     }
     let params = with(json!({"max_new_tokens": 2}), &neutral);
@@ -196,7 +196,7 @@ async fn empty_and_neutral_values_of_typed_fields_change_nothing() {
         ("kv_precision", none.clone()),
     ];
     let embeddings = [("encoding_format", text.clone()), ("pooling", text.clone())];
-    for (path, request) in doors() {
+    for (path, request) in routes() {
         let fields: Vec<(&str, Value)> = match path {
             "/v1/chat/completions" => forms().chain(sampling()).chain(chat.clone()).collect(),
             "/v1/completions" => forms().chain(sampling()).collect(),
@@ -254,7 +254,7 @@ async fn every_typed_field_may_be_null() {
         "/v1/embeddings" => &["EmbeddingsRequest"],
         _ => &["ScoreRequest"],
     };
-    for (path, request) in doors() {
+    for (path, request) in routes() {
         let schemas = schemas(path).iter().map(|name| &description["components"]["schemas"][name]);
         let parts = schemas.flat_map(|schema| [&schema["properties"], &schema["allOf"][1]["properties"]]);
         let names: Vec<&String> =
@@ -274,7 +274,7 @@ async fn every_typed_field_may_be_null() {
 #[tokio::test]
 async fn fields_within_fields_are_refused_too() {
     let cache = json!({"messages": [{"role": "user", "content": "Hello"}]});
-    let doors: Vec<(&str, Value)> = doors()
+    let doors: Vec<(&str, Value)> = routes()
         .into_iter()
         .chain([("/oscar/cache", cache), ("/abort_request", json!({"rid": "r"}))])
         .collect();
@@ -339,7 +339,7 @@ async fn fields_within_fields_are_refused_too() {
 async fn the_operator_may_have_them_ignored() {
     let options = ServerOptions { unknown_fields: UnknownFields::Ignore, ..ServerOptions::default() };
     let server = mock_with(MockOptions::default(), options);
-    for (path, request) in doors() {
+    for (path, request) in routes() {
         let extra = json!({"temprature": 0.5, "mirostat": 2, "lora_path": "adapter"});
         server.post(path, with(request, &extra)).await.ok();
     }

@@ -163,7 +163,7 @@ async fn only_typical_tokens_are_drawn() {
     assert_eq!(error["param"], "typical_p");
 }
 
-/// Names that other servers have for a sampler do what ours does, at every door that draws.
+/// Names that other servers have for a sampler do what ours does, on every route that draws.
 #[tokio::test]
 async fn samplers_have_the_same_effect_under_all_names() {
     let server = tiny(1024, EngineOptions::default());

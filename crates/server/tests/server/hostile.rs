@@ -141,7 +141,7 @@ async fn bodies_of_many_small_values_are_refused() {
     let numbers = format!("{{\"prompt\": \"a\", \"allowed_token_ids\": [{}0]}}", "0,".repeat(3_000_000));
     let error = server.send(request(Method::POST, "/v1/completions", &[JSON], &numbers)).await.refused(400);
     assert!(error.to_string().contains("2097152 numbers"), "{error}");
-    // The other doors count what they call messages and parts.
+    // The other routes count what they call messages and parts.
     let many = |kind: &str| vec![json!({"type": kind, "text": "a"}); 5000];
     let message = json!({"role": "user", "content": "a"});
     for (path, body, place) in [

@@ -81,7 +81,7 @@ async fn an_answer_is_a_message_of_blocks() {
     assert!(body["id"].as_str().unwrap().starts_with("msg_"));
     assert_eq!((&body["stop_reason"], &body["stop_sequence"]), (&json!("end_turn"), &Value::Null));
     assert_eq!(answer.headers["request-id"], answer.headers["x-request-id"]);
-    // The same words as by the other door.
+    // The same words as on the other route.
     let chat = server.post("/v1/chat/completions", ask(json!({}))).await.ok();
     let text = &chat["choices"][0]["message"]["content"];
     assert_eq!(body["content"], json!([{"type": "text", "text": text}]));

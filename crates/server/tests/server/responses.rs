@@ -97,7 +97,7 @@ async fn an_answer_is_a_list_of_items() {
         (&body["temperature"], &body["tool_choice"], &body["error"]),
         (&json!(0.0), &json!("auto"), &Value::Null)
     );
-    // The same words as by the other door.
+    // The same words as on the other route.
     let chat = json!({"messages": [{"role": "user", "content": "Hello"}], "temperature": 0});
     let chat = server.post("/v1/chat/completions", chat).await.ok();
     let item = &body["output"][0];

@@ -5,7 +5,7 @@
 //! pydantic-ai, of Open WebUI, Continue, SillyTavern, Codex and Claude Code, of llama.cpp's web page, and of the routers
 //! of SGLang, which send the defaults of all fields.
 
-use super::Door;
+use super::RequestKind;
 
 /// A field that clients send.
 pub(super) struct Known {
@@ -26,24 +26,28 @@ const fn missing(name: &'static str, neutral: &'static str, reason: &'static str
     Known { name, neutral: Some(neutral), reason }
 }
 
-/// What is known of a field at this door.
-pub(super) fn known(door: Door, name: &str) -> Option<&'static Known> {
-    let own: &[Known] = match door {
-        Door::Chat => CHAT,
-        Door::Completions => COMPLETIONS,
-        Door::Responses => RESPONSES,
-        Door::Messages => MESSAGES,
-        Door::Generate => GENERATE,
-        Door::Completion => COMPLETION,
-        Door::Tokenize => TOKENIZE,
-        Door::Abort => ABORT,
+/// What is known of a field in requests of this kind.
+pub(super) fn known(kind: RequestKind, name: &str) -> Option<&'static Known> {
+    let own: &[Known] = match kind {
+        RequestKind::Chat => CHAT,
+        RequestKind::Completions => COMPLETIONS,
+        RequestKind::Responses => RESPONSES,
+        RequestKind::Messages => MESSAGES,
+        RequestKind::Generate => GENERATE,
+        RequestKind::Completion => COMPLETION,
+        RequestKind::Tokenize => TOKENIZE,
+        RequestKind::Abort => ABORT,
         // What is said within a field is about it, and none of what the lists for all bodies have.
-        Door::StreamOptions => return find(&[STREAM_OPTIONS], name),
-        Door::TextSettings => return find(&[TEXT_SETTINGS], name),
-        Door::ReasoningSettings => return find(&[REASONING_SETTINGS], name),
-        Door::Thinking => return find(&[THINKING], name),
-        Door::OutputConfig => return None,
-        Door::SamplingParams | Door::Detokenize | Door::Embeddings | Door::Score | Door::Cache => &[],
+        RequestKind::StreamOptions => return find(&[STREAM_OPTIONS], name),
+        RequestKind::TextSettings => return find(&[TEXT_SETTINGS], name),
+        RequestKind::ReasoningSettings => return find(&[REASONING_SETTINGS], name),
+        RequestKind::Thinking => return find(&[THINKING], name),
+        RequestKind::OutputConfig => return None,
+        RequestKind::SamplingParams
+        | RequestKind::Detokenize
+        | RequestKind::Embeddings
+        | RequestKind::Score
+        | RequestKind::Cache => &[],
     };
     find(&[own, BOOKKEEPING, SAMPLERS, SERVERS, ABSENT], name)
 }
@@ -233,7 +237,7 @@ const ABSENT: &[Known] = &[
     missing("grammar_string", "[]", "send ebnf"),
 ];
 
-/// Of `/v1/chat/completions`.
+/// Fields that clients send to `/v1/chat/completions`.
 const CHAT: &[Known] = &[
     harmless("verbosity", "a hint for OpenAI's models (Codex, langchain)"),
     harmless("mid", "names the message (Open WebUI)"),
@@ -243,7 +247,7 @@ const CHAT: &[Known] = &[
     missing("return_assistant_tokens_mask", "[false]", "masks of tokens are not given out"),
 ];
 
-/// Of `/v1/completions`.
+/// Fields that clients send to `/v1/completions`.
 const COMPLETIONS: &[Known] = &[
     missing("messages", "[]", "plain text has no messages; /v1/chat/completions has"),
     missing("tools", "[]", "plain text has no tools; /v1/chat/completions has"),
@@ -264,7 +268,7 @@ const COMPLETIONS: &[Known] = &[
     missing("ban_eos_token", "[false]", "its name here is ignore_eos"),
 ];
 
-/// Of `/v1/responses`.
+/// Fields that clients send to `/v1/responses`.
 const RESPONSES: &[Known] = &[
     missing("presence_penalty", "[0]", "/v1/chat/completions has it"),
     missing("frequency_penalty", "[0]", "/v1/chat/completions has it"),
@@ -278,7 +282,7 @@ const RESPONSES: &[Known] = &[
     harmless("verbosity", "a hint for OpenAI's models"),
 ];
 
-/// Of `/v1/messages`.
+/// Fields that clients send to `/v1/messages`.
 const MESSAGES: &[Known] = &[
     missing("presence_penalty", "[0]", "/v1/chat/completions has it"),
     missing("frequency_penalty", "[0]", "/v1/chat/completions has it"),
@@ -290,10 +294,10 @@ const MESSAGES: &[Known] = &[
     harmless("context_management", "prompts are never cut (Claude Code)"),
 ];
 
-/// Of `/generate`.
+/// Fields that clients send to `/generate`.
 const GENERATE: &[Known] = &[harmless("model", "there is one model (routers)")];
 
-/// Of `/completion`.
+/// Fields that clients send to `/completion`.
 const COMPLETION: &[Known] = &[
     harmless("model", "there is one model (editors)"),
     missing("n_indent", "[0]", "lines have the indentation that the model gives them"),
@@ -304,28 +308,28 @@ const COMPLETION: &[Known] = &[
     missing("min_tokens", "[0]", "/v1/completions has it"),
 ];
 
-/// Of `/tokenize`.
+/// Fields that clients send to `/tokenize`.
 const TOKENIZE: &[Known] = &[
     missing("return_token_strs", "[false]", "ask for with_pieces"),
     missing("continue_final_message", "[false]", "a chat is counted as one that is answered"),
 ];
 
-/// Of `/abort_request`.
+/// Fields that clients send to `/abort_request`.
 const ABORT: &[Known] = &[
     harmless("finished_reason", "an aborted answer ends as such (SGLang)"),
     harmless("abort_message", "an aborted answer ends as such (SGLang)"),
 ];
 
-/// Of `stream_options`.
+/// Fields that clients send within `stream_options`.
 const STREAM_OPTIONS: &[Known] = &[
     harmless("include_obfuscation", "chunks have the length of what they say (OpenAI)"),
     harmless("continuous_usage_stats", "usage is told at the end (vLLM)"),
 ];
 
-/// Of the `text` of `/v1/responses`.
+/// Fields that clients send within `text` of `/v1/responses`.
 const TEXT_SETTINGS: &[Known] = &[harmless("verbosity", "a hint for OpenAI's models (Codex)")];
 
-/// Of the `reasoning` of `/v1/responses`.
+/// Fields that clients send within `reasoning` of `/v1/responses`.
 const REASONING_SETTINGS: &[Known] = &[
     harmless("summary", "reasoning is returned as it is"),
     harmless("generate_summary", "reasoning is returned as it is"),
@@ -334,7 +338,7 @@ const REASONING_SETTINGS: &[Known] = &[
     missing("enabled", "[true]", "send effort \"none\" or chat_template_kwargs"),
 ];
 
-/// Of the `thinking` of `/v1/messages`.
+/// Fields that clients send within `thinking` of `/v1/messages`.
 const THINKING: &[Known] = &[
     harmless("budget_tokens", "reasoning has no limit of its own"),
     harmless("display", "reasoning is returned as it is"),

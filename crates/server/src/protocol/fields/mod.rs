@@ -13,9 +13,9 @@ use crate::options::UnknownFields;
 /// The longest name of a field in bytes that an error repeats.
 const MAX_NAME: usize = 80;
 
-/// The kinds of requests, each with fields of its own.
+/// The kinds of requests, and of objects within them, each with fields of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Door {
+pub(crate) enum RequestKind {
     Chat,
     Completions,
     Responses,
@@ -44,40 +44,40 @@ pub(crate) enum Door {
     OutputConfig,
 }
 
-impl Door {
+impl RequestKind {
     /// What errors call it.
     fn name(self) -> &'static str {
         match self {
-            Door::Chat => "/v1/chat/completions",
-            Door::Completions => "/v1/completions",
-            Door::Responses => "/v1/responses",
-            Door::Messages => "/v1/messages",
-            Door::Generate => "/generate",
-            Door::Completion => "/completion",
-            Door::Tokenize => "/tokenize",
-            Door::Detokenize => "/detokenize",
-            Door::Embeddings => "/v1/embeddings",
-            Door::Score => "/v1/score",
-            Door::Cache => "/oscar/cache",
-            Door::Abort => "/abort_request",
-            Door::SamplingParams
-            | Door::StreamOptions
-            | Door::TextSettings
-            | Door::ReasoningSettings
-            | Door::Thinking
-            | Door::OutputConfig => self.within().unwrap_or_default(),
+            RequestKind::Chat => "/v1/chat/completions",
+            RequestKind::Completions => "/v1/completions",
+            RequestKind::Responses => "/v1/responses",
+            RequestKind::Messages => "/v1/messages",
+            RequestKind::Generate => "/generate",
+            RequestKind::Completion => "/completion",
+            RequestKind::Tokenize => "/tokenize",
+            RequestKind::Detokenize => "/detokenize",
+            RequestKind::Embeddings => "/v1/embeddings",
+            RequestKind::Score => "/v1/score",
+            RequestKind::Cache => "/oscar/cache",
+            RequestKind::Abort => "/abort_request",
+            RequestKind::SamplingParams
+            | RequestKind::StreamOptions
+            | RequestKind::TextSettings
+            | RequestKind::ReasoningSettings
+            | RequestKind::Thinking
+            | RequestKind::OutputConfig => self.within().unwrap_or_default(),
         }
     }
 
     /// The field of the body in which the fields are, if they are not in the body itself.
     fn within(self) -> Option<&'static str> {
         match self {
-            Door::SamplingParams => Some("sampling_params"),
-            Door::StreamOptions => Some("stream_options"),
-            Door::TextSettings => Some("text"),
-            Door::ReasoningSettings => Some("reasoning"),
-            Door::Thinking => Some("thinking"),
-            Door::OutputConfig => Some("output_config"),
+            RequestKind::SamplingParams => Some("sampling_params"),
+            RequestKind::StreamOptions => Some("stream_options"),
+            RequestKind::TextSettings => Some("text"),
+            RequestKind::ReasoningSettings => Some("reasoning"),
+            RequestKind::Thinking => Some("thinking"),
+            RequestKind::OutputConfig => Some("output_config"),
             _ => None,
         }
     }
@@ -107,23 +107,23 @@ impl UnreadFields {
     }
 
     /// Refuses the first field that may change the answer, unless such fields are to be ignored.
-    pub(crate) fn check(&self, door: Door, policy: UnknownFields) -> Result<(), ApiError> {
+    pub(crate) fn check(&self, kind: RequestKind, policy: UnknownFields) -> Result<(), ApiError> {
         for (name, value) in &self.0 {
-            let known = known(door, name);
+            let known = known(kind, name);
             if says_nothing(value) || known.is_some_and(|known| known.is_fine(value)) {
                 continue;
             }
             let shown = &name[..name.floor_char_boundary(MAX_NAME)];
-            let path = door.path(shown);
+            let path = kind.path(shown);
             match (policy, known) {
-                (UnknownFields::Ignore, _) => tracing::debug!(door = door.name(), field = shown, "ignored"),
+                (UnknownFields::Ignore, _) => tracing::debug!(kind = kind.name(), field = shown, "ignored"),
                 (UnknownFields::Refuse, Some(known)) => {
                     return Err(ApiError::unsupported(&path, format!("{path}: {}", known.reason)));
                 }
                 (UnknownFields::Refuse, None) => {
                     let message = format!(
                         "{} has no field {shown:?} (--unknown-fields ignore accepts any)",
-                        door.name()
+                        kind.name()
                     );
                     return Err(ApiError::bad_field(path, message).with_code("unknown_parameter"));
                 }
@@ -167,15 +167,15 @@ mod tests {
 
     use super::*;
 
-    fn check(door: Door, fields: &Value) -> Result<(), ApiError> {
+    fn check(kind: RequestKind, fields: &Value) -> Result<(), ApiError> {
         let unread: UnreadFields = serde_json::from_value(fields.clone()).unwrap();
-        unread.check(door, UnknownFields::Refuse)
+        unread.check(kind, UnknownFields::Refuse)
     }
 
     #[test]
     fn what_says_nothing_is_fine() {
         let nothing = json!({"a": null, "b": "", "c": [], "d": {}, "e": [null, []]});
-        assert_eq!(check(Door::Chat, &nothing), Ok(()));
+        assert_eq!(check(RequestKind::Chat, &nothing), Ok(()));
     }
 
     #[test]
@@ -187,8 +187,8 @@ mod tests {
             ("modalities", json!(["text"]), json!(["text", "audio"])),
             ("lora_path", json!([null, ""]), json!("adapter")),
         ] {
-            assert_eq!(check(Door::Chat, &json!({field: neutral})), Ok(()), "{field}");
-            let error = check(Door::Chat, &json!({field: other})).unwrap_err();
+            assert_eq!(check(RequestKind::Chat, &json!({field: neutral})), Ok(()), "{field}");
+            let error = check(RequestKind::Chat, &json!({field: other})).unwrap_err();
             assert_eq!(error.body()["error"]["param"], field);
             assert_eq!(error.code(), Some("unsupported_parameter"));
         }
@@ -196,36 +196,36 @@ mod tests {
 
     #[test]
     fn fields_within_a_field_are_named_with_it() {
-        for (door, good, bad, path) in [
+        for (kind, good, bad, path) in [
             (
-                Door::StreamOptions,
+                RequestKind::StreamOptions,
                 json!({"include_obfuscation": false}),
                 json!({"usage": true}),
                 "stream_options.usage",
             ),
-            (Door::TextSettings, json!({"verbosity": "low"}), json!({"fromat": 1}), "text.fromat"),
+            (RequestKind::TextSettings, json!({"verbosity": "low"}), json!({"fromat": 1}), "text.fromat"),
             (
-                Door::ReasoningSettings,
+                RequestKind::ReasoningSettings,
                 json!({"summary": "auto"}),
                 json!({"max_tokens": 9}),
                 "reasoning.max_tokens",
             ),
-            (Door::Thinking, json!({"budget_tokens": 2000}), json!({"budget": 2}), "thinking.budget"),
-            (Door::OutputConfig, json!({"task": null}), json!({"user": "u"}), "output_config.user"),
+            (RequestKind::Thinking, json!({"budget_tokens": 2000}), json!({"budget": 2}), "thinking.budget"),
+            (RequestKind::OutputConfig, json!({"task": null}), json!({"user": "u"}), "output_config.user"),
         ] {
-            assert_eq!(check(door, &good), Ok(()), "{path}");
-            assert_eq!(check(door, &bad).unwrap_err().body()["error"]["param"], path);
+            assert_eq!(check(kind, &good), Ok(()), "{path}");
+            assert_eq!(check(kind, &bad).unwrap_err().body()["error"]["param"], path);
         }
     }
 
     #[test]
     fn strangers_are_refused_unless_they_are_to_be_ignored() {
-        let error = check(Door::SamplingParams, &json!({"temprature": 0})).unwrap_err();
+        let error = check(RequestKind::SamplingParams, &json!({"temprature": 0})).unwrap_err();
         assert_eq!(error.body()["error"]["param"], "sampling_params.temprature");
         assert_eq!(error.code(), Some("unknown_parameter"));
         let unread: UnreadFields = serde_json::from_value(json!({"temprature": 0, "mirostat": 2})).unwrap();
-        assert_eq!(unread.check(Door::Chat, UnknownFields::Ignore), Ok(()));
-        let long = check(Door::Chat, &json!({"é".repeat(5000): 1})).unwrap_err();
+        assert_eq!(unread.check(RequestKind::Chat, UnknownFields::Ignore), Ok(()));
+        let long = check(RequestKind::Chat, &json!({"é".repeat(5000): 1})).unwrap_err();
         assert!(long.to_string().len() < 300, "{long}");
     }
 }

@@ -8,7 +8,7 @@ use serde_json::{Map, Number, Value, json};
 use self::conversation::{conversation, texts};
 use super::sampling::Object;
 use super::sent_names::{Place, SentNames};
-use super::{Door, OneOrMany, OpenAiRequest, UnreadFields, says_nothing};
+use super::{OneOrMany, OpenAiRequest, RequestKind, UnreadFields, says_nothing};
 use crate::options::UnknownFields;
 use crate::protocol::ApiError;
 
@@ -68,12 +68,12 @@ struct OutputConfig {
 impl MessagesRequest {
     /// Refuses fields that nobody reads, also within others.
     pub(crate) fn check_fields(&self, policy: UnknownFields) -> Result<(), ApiError> {
-        self.unread.check(Door::Messages, policy)?;
+        self.unread.check(RequestKind::Messages, policy)?;
         if let Some(Object(thinking)) = &self.thinking {
-            thinking.unread.check(Door::Thinking, policy)?;
+            thinking.unread.check(RequestKind::Thinking, policy)?;
         }
         if let Some(Object(output)) = &self.output_config {
-            output.unread.check(Door::OutputConfig, policy)?;
+            output.unread.check(RequestKind::OutputConfig, policy)?;
         }
         Ok(())
     }

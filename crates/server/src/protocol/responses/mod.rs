@@ -10,7 +10,7 @@ use serde_json::{Map, Number, Value, json};
 use self::items::messages;
 use super::sampling::Object;
 use super::sent_names::{Place, SentNames};
-use super::{Door, OpenAiRequest, UnreadFields, says_nothing};
+use super::{OpenAiRequest, RequestKind, UnreadFields, says_nothing};
 use crate::options::UnknownFields;
 use crate::protocol::ApiError;
 
@@ -81,12 +81,12 @@ pub(crate) struct ReasoningSettings {
 impl ResponsesRequest {
     /// Refuses fields that nobody reads, also within others.
     pub(crate) fn check_fields(&self, policy: UnknownFields) -> Result<(), ApiError> {
-        self.unread.check(Door::Responses, policy)?;
+        self.unread.check(RequestKind::Responses, policy)?;
         if let Some(Object(text)) = &self.text {
-            text.unread.check(Door::TextSettings, policy)?;
+            text.unread.check(RequestKind::TextSettings, policy)?;
         }
         if let Some(Object(reasoning)) = &self.reasoning {
-            reasoning.unread.check(Door::ReasoningSettings, policy)?;
+            reasoning.unread.check(RequestKind::ReasoningSettings, policy)?;
         }
         Ok(())
     }

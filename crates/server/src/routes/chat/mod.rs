@@ -24,7 +24,7 @@ use super::{finish_name, fresh_id};
 use crate::http::JsonBody;
 use crate::http::sse::stream;
 use crate::parse::Message;
-use crate::protocol::{ApiError, Door, OpenAiRequest, SentNames, Usage};
+use crate::protocol::{ApiError, OpenAiRequest, RequestKind, SentNames, Usage};
 use crate::routes::logprobs::{ChatLogprob, prompt_logprobs};
 use crate::state::{AppState, unix_seconds};
 
@@ -36,7 +36,7 @@ pub(crate) async fn chat_completions(
     let id = fresh_id("chatcmpl-");
     let read = |app: &AppState| {
         request.leave_fields_of_completions();
-        request.check_fields(Door::Chat, app.options.unknown_fields)?;
+        request.check_fields(RequestKind::Chat, app.options.unknown_fields)?;
         Ok((request, SentNames::of_chat(), ()))
     };
     let (turn, mut answers, ()) = Turn::begin(&app, memory, &id, read).await?;

@@ -18,8 +18,8 @@ use super::fresh_id;
 use crate::http::JsonBody;
 use crate::http::sse::stream;
 use crate::protocol::{
-    AnswerFormat, ApiError, Door, GenerateRequest, Ids, Object, OneOrMany, PrecisionFields, SamplingParams,
-    SentNames,
+    AnswerFormat, ApiError, GenerateRequest, Ids, Object, OneOrMany, PrecisionFields, RequestKind,
+    SamplingParams, SentNames,
 };
 use crate::requests::{AnswerStream, PromptRequest, request_id};
 use crate::routes::constrain::token_filter;
@@ -148,13 +148,13 @@ impl Settings {
 /// Refuses fields that nobody reads, also among the sampling parameters.
 fn check_fields(app: &AppState, request: &GenerateRequest) -> Result<(), ApiError> {
     let policy = app.options.unknown_fields;
-    request.unread.check(Door::Generate, policy)?;
+    request.unread.check(RequestKind::Generate, policy)?;
     let params = match &request.sampling_params {
         None => &[][..],
         Some(OneOrMany::One(params)) => std::slice::from_ref(params),
         Some(OneOrMany::Many(list)) => list,
     };
-    params.iter().try_for_each(|Object(params)| params.unread.check(Door::SamplingParams, policy))
+    params.iter().try_for_each(|Object(params)| params.unread.check(RequestKind::SamplingParams, policy))
 }
 
 /// The token ids of the prompts, and whether they came as a list.

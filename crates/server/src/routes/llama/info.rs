@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::answer::settings;
 use crate::http::JsonBody;
-use crate::protocol::{ApiError, Door, OpenAiRequest};
+use crate::protocol::{ApiError, OpenAiRequest, RequestKind};
 use crate::state::AppState;
 use crate::text::Chat;
 
@@ -54,7 +54,7 @@ pub(crate) async fn apply_template(
 ) -> Result<Json<Value>, ApiError> {
     let text = app.encode(memory.len(), move |app| {
         request.leave_fields_of_completions();
-        request.check_fields(Door::Chat, app.options.unknown_fields)?;
+        request.check_fields(RequestKind::Chat, app.options.unknown_fields)?;
         // What a chat would be refused for has no text either.
         request.answer_format()?;
         Chat::new(&mut request)?.render(&app.model, &app.options)

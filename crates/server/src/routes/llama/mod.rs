@@ -20,7 +20,7 @@ use super::completions::{Prepared, prepare};
 use super::fresh_id;
 use crate::http::JsonBody;
 use crate::http::sse::stream;
-use crate::protocol::{ApiError, Door, LlamaRequest, Prompt, SamplingFields, SentNames};
+use crate::protocol::{ApiError, LlamaRequest, Prompt, RequestKind, SamplingFields, SentNames};
 use crate::requests::{AnswerStream, PromptRequest, request_id};
 use crate::routes::constrain::token_filter;
 use crate::state::AppState;
@@ -37,7 +37,7 @@ async fn complete(
     app: Arc<AppState>,
     JsonBody(request, memory): JsonBody<LlamaRequest>,
 ) -> Result<Response, ApiError> {
-    request.unread.check(Door::Completion, app.options.unknown_fields)?;
+    request.unread.check(RequestKind::Completion, app.options.unknown_fields)?;
     let many = matches!(request.prompt, Some(Prompt::Texts(_) | Prompt::IdLists(_)));
     app.check_batch(request.prompt.as_ref().map_or(1, Prompt::count), "prompt")?;
     let rid = request_id(request.rid.as_deref(), &fresh_id("cmpl-"))?;
