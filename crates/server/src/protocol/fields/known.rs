@@ -1,9 +1,12 @@
 //! The fields that clients are known to send and that no request type has: which of them change nothing, and at which
 //! values the others do not.
 //!
-//! They are from the requests of the official `openai` and `anthropic` packages, of litellm, langchain, instructor and
-//! pydantic-ai, of Open WebUI, Continue, SillyTavern, Codex and Claude Code, of llama.cpp's web page, and of the routers
-//! of SGLang, which send the defaults of all fields.
+//! Some were recorded from the programs themselves: what litellm, langchain, instructor and pydantic-ai send
+//! (`tests/python/client_fields.json`), and requests of Open WebUI, Continue, Claude Code, Codex, opencode, pi, `llm` and
+//! three generations of llama.cpp's web page (`tests/python/front_ends.json`). All others are from documentation and
+//! sources, and no recorded request has them: those of SillyTavern, text-generation-webui, vLLM and SGLang, whose routers
+//! send the defaults of all fields, what else llama.cpp and Ollama read, and what else the official `openai` and
+//! `anthropic` packages can be told to send.
 
 use super::RequestKind;
 
@@ -183,6 +186,12 @@ const SERVERS: &[Known] = &[
     harmless("speculative.p_min", "of speculative decoding (llama.cpp)"),
     harmless("num_ctx", "the context is that of the server (Ollama)"),
     harmless("keep_alive", "the model stays loaded (Ollama)"),
+    harmless("num_keep", "prompts are never cut (Ollama)"),
+    harmless("num_batch", "how a prompt is computed is for the server to say (Ollama)"),
+    harmless("num_thread", "the threads are those of the server (Ollama)"),
+    harmless("num_gpu", "the device is that of the server (Ollama)"),
+    harmless("use_mmap", "the model is loaded (Ollama)"),
+    harmless("use_mlock", "the model is loaded (Ollama)"),
     harmless("truncation_length", "a prompt that does not fit is refused (text-generation-webui)"),
 ];
 
