@@ -1,5 +1,6 @@
-"""A server in between that passes everything on and notes which fields clients send."""
+"""A server in between that passes everything on and notes what clients send."""
 
+import collections
 import contextlib
 import http.client
 import http.server
@@ -8,12 +9,45 @@ import threading
 import urllib.parse
 
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "host"}
+LONGEST_TEXT = 200
+MOST_TOOLS = 3
+
+
+def shortened(value):
+    """The same request with long texts cut off, and at most three of the tools of each type. JSON stays JSON."""
+    if isinstance(value, str):
+        if len(value) <= LONGEST_TEXT:
+            return value
+        try:
+            return json.dumps(shortened(json.loads(value)))
+        except ValueError:
+            return value[:LONGEST_TEXT]
+    if isinstance(value, list):
+        return [shortened(item) for item in value]
+    if isinstance(value, dict):
+        return {name: shortened(few(item) if name == "tools" else item) for name, item in value.items()}
+    return value
+
+
+def few(tools):
+    """The first three of each type."""
+    if not isinstance(tools, list):
+        return tools
+    seen = collections.Counter()
+    kept = []
+    for tool in tools:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        seen[kind] += 1
+        if seen[kind] <= MOST_TOOLS:
+            kept.append(tool)
+    return kept
 
 
 class Recorder:
-    """Listens on loopback in front of `url`. `bodies` has the path and the JSON of every POST."""
+    """Listens on loopback in front of `url`. `bodies` has the path and the JSON of every POST. With `shorten` they are
+    shortened before they are noted and passed on: a small model has no room for the prompts of agents."""
 
-    def __init__(self, url):
+    def __init__(self, url, shorten=False):
         self.bodies = []
         parts = urllib.parse.urlsplit(url)
         recorder = self
@@ -30,7 +64,11 @@ class Recorder:
             def pass_on(self):
                 body = self.rfile.read(int(self.headers.get("content-length", 0)))
                 if body:
-                    recorder.bodies.append((self.path, json.loads(body)))
+                    sent = json.loads(body)
+                    if shorten:
+                        sent = shortened(sent)
+                        body = json.dumps(sent).encode()
+                    recorder.bodies.append((self.path, sent))
                 headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP_BY_HOP}
                 connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=120)
                 with contextlib.closing(connection):
