@@ -54,6 +54,9 @@ pub(crate) struct OpenAiRequest {
     pub(super) max_tokens: Option<u64>,
     #[serde(default, deserialize_with = "tokens_or_all")]
     pub(super) max_completion_tokens: Option<u64>,
+    /// llama.cpp's name of `max_tokens`.
+    #[serde(default, deserialize_with = "tokens_or_all")]
+    pub(super) n_predict: Option<u64>,
     pub(super) min_tokens: Option<u64>,
     pub(super) temperature: Option<f32>,
     pub(super) top_p: Option<f32>,
@@ -179,7 +182,11 @@ impl OpenAiRequest {
             return Err(ApiError::unsupported("suffix", "text cannot be inserted before a suffix"));
         }
         Ok(SamplingFields {
-            max_tokens: self.max_completion_tokens.or(self.max_tokens).or(default_max_tokens),
+            max_tokens: self
+                .max_completion_tokens
+                .or(self.max_tokens)
+                .or(self.n_predict)
+                .or(default_max_tokens),
             min_tokens: self.min_tokens,
             temperature: self.temperature,
             top_p: self.top_p,
@@ -347,6 +354,8 @@ mod tests {
         let sampling_fields =
             request("{\"max_tokens\": 5, \"max_completion_tokens\": 7}").sampling_fields(Some(16)).unwrap();
         assert_eq!(sampling_fields.max_tokens, Some(7));
+        let page = request("{\"n_predict\": 0}").sampling_fields(Some(16)).unwrap();
+        assert_eq!(page.max_tokens, Some(0));
         let all = request("{\"max_tokens\": -1, \"max_completion_tokens\": null}");
         assert_eq!(all.sampling_fields(Some(16)).unwrap().max_tokens, Some(u64::MAX));
         assert_eq!(request("{}").sampling_fields(Some(16)).unwrap().max_tokens, Some(16));

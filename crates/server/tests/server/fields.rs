@@ -343,6 +343,21 @@ async fn the_operator_may_have_them_ignored() {
         let extra = json!({"temprature": 0.5, "mirostat": 2, "lora_path": "adapter"});
         server.post(path, with(request, &extra)).await.ok();
     }
+    // Tools that the server would have to have itself, as Codex and Claude Code send them.
+    let parameters = json!({"type": "object", "properties": {}});
+    let response = json!({"input": "Hello", "max_output_tokens": 2, "tools": [
+        {"type": "web_search"}, {"type": "function", "name": "look", "parameters": parameters},
+        {"type": "namespace", "name": "agents", "tools": []},
+    ]});
+    let message = json!({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2, "tools": [
+        {"type": "web_search_20250305", "name": "web_search"}, {"name": "look", "input_schema": parameters},
+    ]});
+    for (path, request) in [("/v1/responses", response), ("/v1/messages", message)] {
+        server.post(path, request.clone()).await.ok();
+        let refused = mock().post(path, request).await;
+        assert_eq!(refused.status, 400);
+        assert!(refused.text.contains("--unknown-fields ignore"), "{}", refused.text);
+    }
 }
 
 #[tokio::test]

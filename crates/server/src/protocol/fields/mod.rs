@@ -144,6 +144,17 @@ pub(crate) fn says_nothing(value: &Value) -> bool {
     }
 }
 
+/// Takes out the tools whose type is another than that of a tool of the client.
+pub(crate) fn leave_tools_of_servers(tools: &mut Vec<Value>, own: &str) {
+    tools.retain(|tool| {
+        let kind = tool.get("type").and_then(Value::as_str).unwrap_or(own);
+        if kind != own {
+            tracing::debug!(kind = &kind[..kind.floor_char_boundary(MAX_NAME)], "a tool is ignored");
+        }
+        kind == own
+    });
+}
+
 impl Known {
     /// Whether the field may have this value.
     fn is_fine(&self, value: &Value) -> bool {

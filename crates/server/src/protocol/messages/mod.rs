@@ -8,7 +8,7 @@ use serde_json::{Map, Number, Value, json};
 use self::conversation::{conversation, texts};
 use super::sampling::Object;
 use super::sent_names::{Place, SentNames};
-use super::{OneOrMany, OpenAiRequest, RequestKind, UnreadFields, says_nothing};
+use super::{OneOrMany, OpenAiRequest, RequestKind, UnreadFields, leave_tools_of_servers, says_nothing};
 use crate::options::UnknownFields;
 use crate::protocol::ApiError;
 
@@ -66,8 +66,12 @@ struct OutputConfig {
 }
 
 impl MessagesRequest {
-    /// Refuses fields that nobody reads, also within others.
-    pub(crate) fn check_fields(&self, policy: UnknownFields) -> Result<(), ApiError> {
+    /// Refuses fields that nobody reads, also within others. Where they are to be ignored, so are tools that the server
+    /// would have to have itself.
+    pub(crate) fn check_fields(&mut self, policy: UnknownFields) -> Result<(), ApiError> {
+        if let Some(tools) = self.tools.as_mut().filter(|_| policy == UnknownFields::Ignore) {
+            leave_tools_of_servers(tools, "custom");
+        }
         self.unread.check(RequestKind::Messages, policy)?;
         if let Some(Object(thinking)) = &self.thinking {
             thinking.unread.check(RequestKind::Thinking, policy)?;
@@ -166,8 +170,10 @@ fn tools(tools: Vec<Value>) -> Result<Vec<Value>, ApiError> {
             Value::Null => {}
             Value::String(kind) if kind == "custom" => {}
             kind => {
-                let message =
-                    format!("{} is {kind}: this server has no tools of its own, only yours", here(".type"));
+                let message = format!(
+                    "{} is {kind}: this server has no tools of its own, only yours (--unknown-fields ignore leaves out others)",
+                    here(".type")
+                );
                 return Err(ApiError::unsupported(&here(".type"), message));
             }
         }

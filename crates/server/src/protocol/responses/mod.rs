@@ -10,7 +10,7 @@ use serde_json::{Map, Number, Value, json};
 use self::items::messages;
 use super::sampling::Object;
 use super::sent_names::{Place, SentNames};
-use super::{OpenAiRequest, RequestKind, UnreadFields, says_nothing};
+use super::{OpenAiRequest, RequestKind, UnreadFields, leave_tools_of_servers, says_nothing};
 use crate::options::UnknownFields;
 use crate::protocol::ApiError;
 
@@ -79,8 +79,12 @@ pub(crate) struct ReasoningSettings {
 }
 
 impl ResponsesRequest {
-    /// Refuses fields that nobody reads, also within others.
-    pub(crate) fn check_fields(&self, policy: UnknownFields) -> Result<(), ApiError> {
+    /// Refuses fields that nobody reads, also within others. Where they are to be ignored, so are tools that the server
+    /// would have to have itself.
+    pub(crate) fn check_fields(&mut self, policy: UnknownFields) -> Result<(), ApiError> {
+        if let Some(tools) = self.tools.as_mut().filter(|_| policy == UnknownFields::Ignore) {
+            leave_tools_of_servers(tools, "function");
+        }
         self.unread.check(RequestKind::Responses, policy)?;
         if let Some(Object(text)) = &self.text {
             text.unread.check(RequestKind::TextSettings, policy)?;
@@ -198,7 +202,8 @@ fn tools(tools: Vec<Value>) -> Result<Vec<Value>, ApiError> {
             kind => {
                 let kind: String = kind.unwrap_or("absent").chars().take(40).collect();
                 let message = format!(
-                    "{field} is {kind}; this server has no tools of its own, only functions of yours"
+                    "{field} is {kind}; this server has no tools of its own, only functions of yours \
+                     (--unknown-fields ignore leaves out others)"
                 );
                 return Err(ApiError::unsupported(&field, message));
             }

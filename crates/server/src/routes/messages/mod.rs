@@ -24,7 +24,7 @@ use crate::state::AppState;
 /// `/v1/messages`: answers the last message of a conversation.
 pub(crate) async fn messages(
     State(app): State<Arc<AppState>>,
-    JsonBody(request, memory): JsonBody<MessagesRequest>,
+    JsonBody(mut request, memory): JsonBody<MessagesRequest>,
 ) -> Result<Response, ApiError> {
     let id = fresh_id("msg_");
     let read = |app: &AppState| {
@@ -44,7 +44,7 @@ pub(crate) async fn messages(
 /// `/v1/messages/count_tokens`: counts the tokens of a conversation.
 pub(crate) async fn count_tokens(
     State(app): State<Arc<AppState>>,
-    JsonBody(request, memory): JsonBody<MessagesRequest>,
+    JsonBody(mut request, memory): JsonBody<MessagesRequest>,
 ) -> Result<Json<Value>, ApiError> {
     let count = |app: &AppState| {
         request.check_fields(app.options.unknown_fields)?;

@@ -21,7 +21,7 @@ use crate::state::AppState;
 /// `/v1/responses`: answers the input of a request.
 pub(crate) async fn responses(
     State(app): State<Arc<AppState>>,
-    JsonBody(request, memory): JsonBody<ResponsesRequest>,
+    JsonBody(mut request, memory): JsonBody<ResponsesRequest>,
 ) -> Result<Response, ApiError> {
     let id = fresh_id("resp_");
     let name = id.clone();
