@@ -8,12 +8,12 @@
 //!
 //! | module | job |
 //! |---|---|
-//! | [`plan`] | from what a user asks for to the codec of a cache, and why |
+//! | [`CachePlan`] | from what a user asks for to the codec of a cache, and why |
 //! | [`codec`] | from a rotation file to a codec |
 //! | [`find`] | which rotation file a model has |
 //! | [`means`] | mean keys for rotations that came without |
 //! | [`certificate`] | what calibration found out about a model's rotations |
-//! | [`probe`] | the part of it that tells whether a model still finds what it read long ago |
+//! | `probe` | the part of it that tells whether a model still finds what it read long ago |
 //! | [`rotation`] | rotations in memory |
 //! | [`safetensors`] | our own file: rotations, means, metrics and what they were made for |
 //! | [`pt`] | published PyTorch files, read without running anything |

@@ -60,7 +60,9 @@ function showFigures(cache) {
   const level = exact && cache.pools.sealed.page_bytes ? cache.pools.sealed.page_bytes / exact : 1;
   panel.style.setProperty("--sealed-level", `${100 * Math.min(1, level)}%`);
   write(part("cache-kind"), cache.kv);
-  const format = `${cache.kv} (${bits} bits an element)`;
+  // Without the sink and the window, which the bits of the cache include.
+  const width = (16 * level).toLocaleString("en-GB", { maximumFractionDigits: 2 });
+  const format = `${cache.kv} (${width} bits an element)`;
   write(part("sealed-kind"), cache.pools.sealed.pages ? format : "fewer bits; this cache has none");
   write(part("page-tokens"), count(cache.page_tokens));
 }
