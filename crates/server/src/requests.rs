@@ -29,7 +29,7 @@ pub(crate) struct PromptRequest {
 
 /// The id by which a request can be aborted: the one that its client gives it (`rid`), or else its `own`.
 pub(crate) fn request_id(given: Option<&str>, own: &str) -> Result<Arc<str>, ApiError> {
-    let id = given.unwrap_or(own);
+    let id = given.filter(|id| !id.is_empty()).unwrap_or(own);
     if id.len() > MAX_ID {
         let message = format!("rid has {} bytes, at most {MAX_ID} are kept", id.len());
         return Err(ApiError::bad_field("rid", message));

@@ -8,7 +8,7 @@ use oscar_engine::{EngineError, Serve};
 use tokio::sync::Semaphore;
 
 use crate::grammar::{GrammarError, GrammarFactory};
-use crate::http::BodyBudget;
+use crate::http::{BodyBudget, BodyMemory};
 use crate::in_flight::InFlightRequests;
 use crate::metrics::Metrics;
 use crate::options::ServerOptions;
@@ -32,7 +32,7 @@ pub(crate) struct AppState {
     pub(crate) grammars: OnceLock<Result<GrammarFactory, GrammarError>>,
     draining: AtomicBool,
     /// Permits for parsing and tokenizing long texts, one for each core.
-    encoders: Semaphore,
+    encoders: Arc<Semaphore>,
     /// The memory for bodies that are being read or parsed.
     pub(crate) bodies: Arc<BodyBudget>,
 }
@@ -53,7 +53,7 @@ impl AppState {
             started: SystemTime::now(),
             grammars: OnceLock::new(),
             draining: AtomicBool::new(false),
-            encoders: Semaphore::new(cores),
+            encoders: Arc::new(Semaphore::new(cores)),
         }
     }
 
@@ -106,10 +106,24 @@ impl AppState {
         if bytes <= LONG_TEXT_BYTES {
             return work(self);
         }
-        let _place = self.encoders.acquire().await.map_err(|error| ApiError::internal(&error))?;
+        let place = Arc::clone(&self.encoders).acquire_owned().await;
+        let place = place.map_err(|error| ApiError::internal(&error))?;
         let app = Arc::clone(self);
-        let done = tokio::task::spawn_blocking(move || work(&app)).await;
-        done.map_err(|error| ApiError::internal(&error))?
+        let work = move || {
+            // The client may be gone, and this thread goes on.
+            let _place = place;
+            work(&app)
+        };
+        tokio::task::spawn_blocking(work).await.map_err(|error| ApiError::internal(&error))?
+    }
+
+    /// Does work on a body, whose memory is held as long as that takes, even when its client goes away.
+    pub(crate) async fn encode_body<T: Send + 'static>(
+        self: &Arc<AppState>,
+        memory: BodyMemory,
+        work: impl FnOnce(&AppState) -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<(T, BodyMemory), ApiError> {
+        self.encode(memory.len(), move |app| Ok((work(app)?, memory))).await
     }
 }
 

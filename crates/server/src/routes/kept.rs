@@ -40,10 +40,13 @@ pub(crate) async fn kept(
         let mut chat = OpenAiRequest::of_chat(request.messages, request.tools, None);
         // Only what was said: the marks after the last message have not been computed.
         chat.continue_final_message = Some(true);
+        // Calls at the end are behind the text that is looked for.
+        let last = chat.messages.as_mut().and_then(|messages| messages.last_mut()?.as_object_mut());
+        last.and_then(|last| last.remove("tool_calls"));
         let rendered = render(app, &mut chat, request.cache_salt.as_deref())?;
         Ok((rendered.ids, request.cache_salt))
     };
-    let (ids, salt) = app.encode(memory.len(), read).await?;
+    let ((ids, salt), memory) = app.encode_body(memory, read).await?;
     drop(memory);
     let tokens = ids.len();
     let (reply, found) = oneshot::channel();

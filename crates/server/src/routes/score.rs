@@ -37,7 +37,7 @@ pub(crate) async fn score(
     let options = Computation::options(request.cache_salt.take())?;
     let texts = request.take_pairs()?;
     drop(request);
-    let pairs = app.encode(memory.len(), move |app| encode(app, &texts)).await?;
+    let (pairs, memory) = app.encode_body(memory, move |app| encode(app, &texts)).await?;
     let prompts = pairs.into_iter().map(|Pair { prompt, second }| {
         (prompt, GenerateOptions { prompt_logprobs: Some(0), score_from: second, ..options.clone() })
     });

@@ -69,7 +69,7 @@ pub(crate) async fn tokenize(
     State(app): State<Arc<AppState>>,
     JsonBody(request, memory): JsonBody<TokenizeRequest>,
 ) -> Result<Response, ApiError> {
-    let answer = app.encode(memory.len(), |app| request.answer(app)).await?;
+    let (answer, _memory) = app.encode_body(memory, |app| request.answer(app)).await?;
     Ok(([(header::CONTENT_TYPE, "application/json")], answer).into_response())
 }
 
@@ -165,7 +165,7 @@ pub(crate) async fn detokenize(
     State(app): State<Arc<AppState>>,
     JsonBody(request, memory): JsonBody<DetokenizeRequest>,
 ) -> Result<Response, ApiError> {
-    let answer = app.encode(memory.len(), |app| request.answer(app)).await?;
+    let (answer, _memory) = app.encode_body(memory, |app| request.answer(app)).await?;
     Ok(([(header::CONTENT_TYPE, "application/json")], answer).into_response())
 }
 

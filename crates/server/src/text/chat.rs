@@ -8,7 +8,7 @@ use super::call_forms::check_written;
 use super::roles::{check_results, check_roles};
 use super::tool_text::{CallWriter, describe_tools, give_to_system_message, shorten_ids, write_calls};
 use crate::options::ServerOptions;
-use crate::protocol::{ApiError, MAX_MESSAGES, MAX_PARTS, OpenAiRequest, at_most, text_error};
+use crate::protocol::{ApiError, MAX_MESSAGES, MAX_PARTS, OpenAiRequest, at_most, says_nothing, text_error};
 
 /// What templates are given besides `chat_template_kwargs`, which cannot replace it.
 const RESERVED_VARIABLES: [&str; 8] = [
@@ -101,6 +101,10 @@ impl Chat {
         // A message that is continued ends with a mark: its text may also be part of what the template writes after it.
         let mark = self.continues.then(random_mark);
         if let (Some(mark), Some(last)) = (&mark, self.messages.last_mut()) {
+            if !says_nothing(&last["tool_calls"]) {
+                let message = "the last message cannot be continued: it ends in calls of tools";
+                return Err(ApiError::bad_field("continue_final_message", message));
+            }
             let content = last["content"].as_str().unwrap_or_default().trim_end();
             last["content"] = format!("{content}{mark}").into();
         }

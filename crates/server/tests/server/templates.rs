@@ -174,6 +174,22 @@ async fn the_last_message_can_be_continued() {
     }
 }
 
+/// Calls at the end are not continued, and the pages before them can be looked for.
+#[tokio::test]
+async fn a_call_at_the_end_is_not_continued() {
+    let call = json!({"id": "call00001", "type": "function", "function": {"name": "now", "arguments": "{}"}});
+    let messages = json!([{"role": "user", "content": "When?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]}]);
+    for name in ["qwen2.5-coder", "llama-3.2", "mistral-nemo"] {
+        let server = server(name);
+        let request = json!({"messages": messages, "continue_final_message": true, "max_tokens": 1});
+        let error = server.post("/v1/chat/completions", request).await.refused(400);
+        assert_eq!(error["param"], "continue_final_message", "{name}: {error}");
+        let kept = server.post("/oscar/cache", json!({"messages": messages})).await.ok();
+        assert!(kept["tokens"].as_u64().unwrap() > 0, "{name}: {kept}");
+    }
+}
+
 /// The tokenizer of the tests has ChatML's tokens. Templates write one of them at most, as the end of a text.
 #[tokio::test]
 async fn control_tokens_in_messages_are_text() {

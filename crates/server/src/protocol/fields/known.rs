@@ -98,7 +98,7 @@ const SAMPLERS: &[Known] = &[
     harmless("dry_sequence_breakers", "of DRY"),
     missing("xtc_probability", "[0]", "there is no XTC"),
     harmless("xtc_threshold", "of XTC"),
-    missing("typical_p", "[1]", "nothing is drawn here"),
+    missing("typical_p", "[1]", "no token is drawn by it here"),
     missing("typical", "[1]", "its name here is typical_p"),
     missing("typ_p", "[1]", "its name here is typical_p"),
     missing("tfs_z", "[1]", "there is no tail-free sampling"),

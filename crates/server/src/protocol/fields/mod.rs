@@ -101,9 +101,9 @@ impl UnreadFields {
         }
     }
 
-    /// Whether there are none.
-    pub(crate) fn is_empty(&self) -> bool {
-        self.0.is_empty()
+    /// Whether they ask for nothing.
+    pub(crate) fn say_nothing(&self) -> bool {
+        self.0.values().all(says_nothing)
     }
 
     /// Refuses the first field that may change the answer, unless such fields are to be ignored.

@@ -147,7 +147,7 @@ impl Thinking {
     /// What is wanted, unless nothing is said about it.
     fn wanted(&self) -> Result<Option<bool>, ApiError> {
         match self.kind.as_deref().unwrap_or_default() {
-            "" if self.unread.is_empty() => Ok(None),
+            "" if self.unread.say_nothing() => Ok(None),
             "enabled" | "adaptive" | "between_tools" => Ok(Some(true)),
             "disabled" => Ok(Some(false)),
             other => {
@@ -283,6 +283,8 @@ mod tests {
         let variables = |extra: Value| chat(extra).unwrap().chat_template_kwargs.unwrap();
         assert_eq!(variables(json!({"thinking": {"type": "disabled"}}))["enable_thinking"], false);
         assert!(variables(json!({})).is_empty(), "left to the template");
+        let nulls = json!({"thinking": {"type": null, "budget_tokens": null}});
+        assert!(variables(nulls).is_empty(), "nothing is said");
     }
 
     #[test]

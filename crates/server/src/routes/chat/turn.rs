@@ -71,7 +71,7 @@ impl Turn {
                 Err(error) => Err(names.restore(error)),
             }
         };
-        let (prepared, names, aside) = app.encode(memory.len(), work).await?;
+        let ((prepared, names, aside), memory) = app.encode_body(memory, work).await?;
         let names = Arc::new(names);
         let begun = Turn::submit(app, id, prepared, &names).await;
         let (turn, answers) = begun.map_err(|error| names.restore(error))?;

@@ -48,14 +48,14 @@ pub(crate) async fn generate(
         }
     };
     let ids: Vec<Arc<str>> = match request.rid.take() {
-        Some(OneOrMany::One(id)) if count == 1 => vec![request_id(Some(&id), "")?],
+        Some(OneOrMany::One(id)) if count == 1 => vec![request_id(Some(&id), &fresh_id("gen-"))?],
         Some(OneOrMany::One(id)) => {
-            let id = request_id(Some(&id), "")?;
+            let id = request_id(Some(&id), &fresh_id("gen-"))?;
             (0..count).map(|index| format!("{id}_{index}").into()).collect()
         }
         Some(OneOrMany::Many(list)) => {
             let ids = of_each(list, count, "rid")?;
-            ids.iter().map(|id| request_id(Some(id), "")).collect::<Result<_, ApiError>>()?
+            ids.iter().map(|id| request_id(Some(id), &fresh_id("gen-"))).collect::<Result<_, ApiError>>()?
         }
         None => (0..count).map(|_| fresh_id("gen-").into()).collect(),
     };

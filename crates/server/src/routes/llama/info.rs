@@ -52,12 +52,13 @@ pub(crate) async fn apply_template(
     State(app): State<Arc<AppState>>,
     JsonBody(mut request, memory): JsonBody<OpenAiRequest>,
 ) -> Result<Json<Value>, ApiError> {
-    let text = app.encode(memory.len(), move |app| {
+    let work = move |app: &AppState| {
         request.leave_fields_of_completions();
         request.check_fields(RequestKind::Chat, app.options.unknown_fields)?;
         // What a chat would be refused for has no text either.
         request.answer_format()?;
         Chat::new(&mut request)?.render(&app.model, &app.options)
-    });
-    Ok(Json(json!({"prompt": text.await?.as_str()})))
+    };
+    let (text, _memory) = app.encode_body(memory, work).await?;
+    Ok(Json(json!({"prompt": text.as_str()})))
 }

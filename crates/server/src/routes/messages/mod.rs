@@ -55,6 +55,6 @@ pub(crate) async fn count_tokens(
         let rendered = format.and_then(|_| render(app, &mut request, None));
         rendered.map(|rendered| rendered.ids.len()).map_err(|error| names.restore(error))
     };
-    let tokens = app.encode(memory.len(), count).await?;
+    let (tokens, _memory) = app.encode_body(memory, count).await?;
     Ok(Json(json!({"input_tokens": tokens})))
 }
