@@ -137,7 +137,7 @@ pub fn band_settings(head_dim: usize) -> &'static [(&'static str, &'static str)]
         ("scalar codes, keys only", "int2:scalar+keys-only"),
         ("values only", "int2:values-only"),
         ("half of the directions (int1.5)", "int1.5"),
-        ("nothing but windows in bf16", "bf16:basis"),
+        ("no codes: bf16 in the new basis", "bf16:basis"),
     ];
     if BandLayout::int2(head_dim).is_ok() { &ALL } else { &[] }
 }
