@@ -164,7 +164,7 @@ impl Chat {
     }
 }
 
-/// Where a template takes tools from.
+/// The place from which a template takes its tools.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ToolsOf {
     Variable,
