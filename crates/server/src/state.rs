@@ -131,3 +131,53 @@ impl AppState {
 pub(crate) fn unix_seconds(time: SystemTime) -> u64 {
     time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use oscar_engine::{MockEngine, MockOptions};
+
+    use super::*;
+    use crate::grammar::testing::tokenizer;
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn work_holds_its_place_and_memory_when_nobody_waits_for_it() {
+        let model = ServedModel::new("tiny", "tiny", "qwen3", Arc::new(tokenizer("default")), None);
+        let engine = Arc::new(MockEngine::new(MockOptions::default()));
+        let app = Arc::new(AppState::new(engine, model, ServerOptions::default()));
+        let places = app.encoders.available_permits();
+        let memory = app.bodies.body(Duration::from_secs(1));
+        let (begin, begun) = mpsc::channel();
+        let (end, ended) = mpsc::channel::<()>();
+        let (dropped, is_dropped) = mpsc::channel::<()>();
+        let request = tokio::spawn({
+            let app = Arc::clone(&app);
+            async move {
+                let mut memory = memory;
+                memory.grow(1 << 20).await?;
+                let work = move |_: &AppState| {
+                    begin.send(()).unwrap();
+                    let _ = ended.recv();
+                    Ok(())
+                };
+                let done = app.encode_body(memory, work).await;
+                drop(dropped);
+                done
+            }
+        });
+        tokio::task::spawn_blocking(move || begun.recv().unwrap()).await.unwrap();
+        // The budget itself, and the body's share of it.
+        assert_eq!(Arc::strong_count(&app.bodies), 2);
+        request.abort();
+        assert!(request.await.unwrap_err().is_cancelled());
+        assert!(is_dropped.recv().is_err(), "the request is gone");
+        assert_eq!(app.encoders.available_permits(), places - 1);
+        assert_eq!(Arc::strong_count(&app.bodies), 2);
+        drop(end);
+        while app.encoders.available_permits() < places {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+}

@@ -5,3 +5,4 @@ mod files;
 mod fingerprint;
 mod mutations;
 mod pt;
+mod verification;

@@ -144,8 +144,9 @@ pub(crate) fn says_nothing(value: &Value) -> bool {
     }
 }
 
-/// Takes out the tools whose type is another than that of a tool of the client.
-pub(crate) fn leave_tools_of_servers(tools: &mut Vec<Value>, own: &str) {
+/// Takes out the tools whose type is another than that of a tool of the client, if what is unknown is to be ignored.
+pub(crate) fn leave_tools_of_servers(tools: Option<&mut Vec<Value>>, own: &str, policy: UnknownFields) {
+    let Some(tools) = tools.filter(|_| policy == UnknownFields::Ignore) else { return };
     tools.retain(|tool| {
         let kind = tool.get("type").and_then(Value::as_str).unwrap_or(own);
         if kind != own {

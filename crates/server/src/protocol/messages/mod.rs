@@ -69,9 +69,7 @@ impl MessagesRequest {
     /// Refuses fields that nobody reads, also within others. Where they are to be ignored, so are tools that the server
     /// would have to have itself.
     pub(crate) fn check_fields(&mut self, policy: UnknownFields) -> Result<(), ApiError> {
-        if let Some(tools) = self.tools.as_mut().filter(|_| policy == UnknownFields::Ignore) {
-            leave_tools_of_servers(tools, "custom");
-        }
+        leave_tools_of_servers(self.tools.as_mut(), "custom", policy);
         self.unread.check(RequestKind::Messages, policy)?;
         if let Some(Object(thinking)) = &self.thinking {
             thinking.unread.check(RequestKind::Thinking, policy)?;

@@ -82,9 +82,7 @@ impl ResponsesRequest {
     /// Refuses fields that nobody reads, also within others. Where they are to be ignored, so are tools that the server
     /// would have to have itself.
     pub(crate) fn check_fields(&mut self, policy: UnknownFields) -> Result<(), ApiError> {
-        if let Some(tools) = self.tools.as_mut().filter(|_| policy == UnknownFields::Ignore) {
-            leave_tools_of_servers(tools, "function");
-        }
+        leave_tools_of_servers(self.tools.as_mut(), "function", policy);
         self.unread.check(RequestKind::Responses, policy)?;
         if let Some(Object(text)) = &self.text {
             text.unread.check(RequestKind::TextSettings, policy)?;
