@@ -26,14 +26,14 @@ use cudarc::driver::CudaSlice;
 use oscar_codec::{
     BandLayout, CodeLayout, ExactSlot, Fp8Layout, KeyWidths, PAGE_TOKENS, PageLayout, ScaleType, SealedSlot,
 };
-use oscar_kernels::cuda::reference::{random_page, reference, shuffled};
+use oscar_kernels::cuda::reference::{random_page, reference_of_pages, rounded_query, shuffled};
 use oscar_kernels::cuda::{
     DecodeAttention, DecodeSequence, DecodeShape, Device, PoolView, Split, ValueTransform,
 };
 use oscar_random::Random;
 
-/// Largest relative error that passes; outputs are f32. Queries have 15 bits in products with codes, which shows where
-/// logits are in the hundreds.
+/// Largest relative error that passes; outputs are f32. Queries have 15 bits in products with codes of more than two bits, and
+/// those of scalar codes, which shows where logits are in the hundreds.
 fn limit(kind: Kind) -> f64 {
     if kind == Kind::Sharp { 4e-3 } else { 1e-3 }
 }
@@ -380,10 +380,14 @@ impl Batch {
         let expected = queries
             .chunks_exact(kv_heads * group * d)
             .zip(lengths.iter().zip(&rows))
-            .map(|(queries, (&(tokens, _), heads))| {
+            .map(|(queries, (&(tokens, sealed_pages), heads))| {
                 let row = |(index, query): (usize, &[f32])| {
                     let pages: &Vec<[Vec<f32>; 2]> = &heads[index / group];
-                    reference(query, scale, tokens, |page| &pages[page])
+                    let rounded = rounded_query(&orders[1], group, query);
+                    reference_of_pages(d, scale, tokens, |page| {
+                        let is_sealed = (1..1 + sealed_pages).contains(&page);
+                        (if is_sealed { rounded.as_slice() } else { query }, &pages[page])
+                    })
                 };
                 queries.chunks_exact(d).enumerate().map(row).collect()
             })

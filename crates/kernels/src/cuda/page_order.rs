@@ -276,6 +276,13 @@ impl PageOrder {
         }
     }
 
+    /// How many times too large a code of banded keys is where the decode kernel multiplies it: it is taken out of its byte by a
+    /// mask, and shifted by whole fours of bits at most.
+    pub fn code_factor(&self, channel: usize) -> u32 {
+        let token_bits = self.band_bit(self.head_dim() / UNIT);
+        if token_bits.is_multiple_of(8) { 1 << (self.band_bit(channel / UNIT) % 4) } else { 1 }
+    }
+
     /// Codes of values: a lane holds a run of the tokens of a tile. Which of them, and which lane of four.
     fn lane_token(&self, token: usize) -> (usize, usize) {
         let run = self.tile_tokens() / 4;

@@ -15,11 +15,21 @@ pub fn reference<'a>(
     tokens: usize,
     rows: impl Fn(usize) -> &'a [Vec<f32>; 2],
 ) -> Vec<f64> {
-    let d = query.len();
-    let row = |token: usize, side: usize| &rows(token / PAGE_TOKENS)[side][token % PAGE_TOKENS * d..][..d];
+    reference_of_pages(query.len(), scale, tokens, |page| (query, rows(page)))
+}
+
+/// The same, where pages meet queries that are rounded in different ways.
+pub fn reference_of_pages<'q, 'a>(
+    d: usize,
+    scale: f32,
+    tokens: usize,
+    page: impl Fn(usize) -> (&'q [f32], &'a [Vec<f32>; 2]),
+) -> Vec<f64> {
+    let row = |token: usize, side: usize| &page(token / PAGE_TOKENS).1[side][token % PAGE_TOKENS * d..][..d];
     let logits: Vec<f64> = (0..tokens)
         .map(|token| {
-            let dot: f64 = query.iter().zip(row(token, 0)).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum();
+            let (query, key) = (page(token / PAGE_TOKENS).0, row(token, 0));
+            let dot: f64 = query.iter().zip(key).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum();
             dot * f64::from(scale)
         })
         .collect();
@@ -34,6 +44,24 @@ pub fn reference<'a>(
         out.iter_mut().for_each(|out| *out /= total);
     }
     out
+}
+
+/// A query, one of `group` of a KV head, as the decode kernel multiplies it with sealed pages: with more than four of them it is
+/// rounded to a byte in bands of one or two bits.
+pub fn rounded_query(order: &PageOrder, group: usize, query: &[f32]) -> Vec<f32> {
+    let mut rounded = query.to_vec();
+    let Some(layout) = order.bands().filter(|_| group > 4) else { return rounded };
+    for band in layout.bands().iter().filter(|band| band.bits <= 2) {
+        let factors: Vec<f32> = band.range().map(|channel| order.code_factor(channel) as f32).collect();
+        let row = &mut rounded[band.range()];
+        let most = row.iter().zip(&factors).fold(0.0_f32, |most, (x, factor)| most.max(x.abs() / factor));
+        let inverse = if most < 1e-30 { 0.0 } else { 127.0 / most };
+        for (x, factor) in row.iter_mut().zip(factors) {
+            let step = if inverse > 0.0 { factor / inverse } else { 0.0 };
+            *x = (*x * (inverse / factor)).round_ties_even() * step;
+        }
+    }
+    rounded
 }
 
 /// A page that holds about these rows, with scales that differ from token to token, and what it holds exactly.
@@ -148,6 +176,22 @@ mod tests {
         let out = reference(&[1.0], 1.0, 2, |_| &page);
         assert!((out[0] - 7.0).abs() < 1e-6, "{out:?}");
         assert_eq!(reference(&[1.0], 1.0, 0, |_| &page), [0.0]);
+    }
+
+    #[test]
+    fn queries_are_rounded_where_codes_are_coarse() {
+        let order = PageOrder::new(PageLayout::banded(128).unwrap()).unwrap();
+        let query: Vec<f32> = (0..128).map(|channel| (channel as f32).sin()).collect();
+        let rounded = rounded_query(&order, 8, &query);
+        assert_eq!(rounded_query(&order, 4, &query), query);
+        assert_eq!(query[..32], rounded[..32]);
+        for (band, levels) in [(32..64, 4.0), (64..96, 2.0), (96..128, 2.0)] {
+            let differ = band.clone().filter(|&at| query[at] != rounded[at]).count();
+            assert!(differ > 16, "{differ} in {band:?}");
+            assert!(band.clone().all(|at| (query[at] - rounded[at]).abs() <= levels * 0.5 / 127.0));
+        }
+        let codes = PageOrder::new(PageLayout::Codes(CodeLayout::new(2, 128, 1).unwrap())).unwrap();
+        assert_eq!(rounded_query(&codes, 8, &query), query);
     }
 
     #[test]

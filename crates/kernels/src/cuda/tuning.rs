@@ -124,7 +124,7 @@ impl DecodeShape {
             // Steps and starts of every band, the table of scales, and those of a tile for every warp.
             Some(layout) => {
                 let bands = layout.key_scale_count();
-                let scales = 4 * (256 + tuning.warps * sealed.tile_tokens() * bands);
+                let scales = 4 * 256 + tuning.warps * bands * (4 * sealed.tile_tokens() + 32);
                 heads * (2 * self.head_dim + 8 * bands) + scales + 16
             }
             None => heads * (2 * self.head_dim + 4 + 4 * sealed.groups()),
@@ -152,8 +152,9 @@ impl DecodeShape {
         let large = if self.codes() { 8 } else { most };
         let one = self.fitting(large, large, memory)?;
         // Measured with four and eight query heads, where twelve warps are slower than eight in all but a few cases, by up to
-        // 16 %, and never faster by more than 3 %; other shapes keep the limits they had.
-        let small = self.codes() && self.orders()?[1].bits() == 2 && self.rows() == 8;
+        // 16 %, and never faster by more than 3 %, and with twelve over banded keys; other shapes keep the limits they had.
+        let few_rows = self.rows() == 8 || self.orders()?[1].bands().is_some();
+        let small = self.codes() && self.orders()?[1].bits() == 2 && few_rows;
         let limit = if small { 1 << 20 } else { 256 << 10 };
         add(limit, if one.is_some() { one } else { self.fitting(4, 4, memory)? });
         if most > large && !small {
@@ -174,8 +175,9 @@ impl DecodeShape {
         memory: SharedMemory,
     ) -> Result<Option<Tuning>, CudaError> {
         // A tile of codes is worked on for so long that one in flight is enough. More of them measure slower, but not with
-        // weights of two bytes.
-        let stages: &[usize] = if self.codes() && !self.byte_weights() { &[2] } else { &[3, 2] };
+        // weights of two bytes over scalar codes.
+        let more = self.byte_weights() && !matches!(self.sealed, PageLayout::Banded(_));
+        let stages: &[usize] = if self.codes() && !more { &[2] } else { &[3, 2] };
         for blocks_per_multiprocessor in (1..=in_all / warps).rev() {
             for &stages in stages {
                 let tuning = Tuning { warps, stages, blocks_per_multiprocessor };

@@ -1,6 +1,15 @@
 // Keys in bands of channels with codes of four, two or one bits: k = s*(c - h) per token and band, where h is half of the
-// largest code. Channels after the last band are not stored: their queries are not multiplied. A band is a sum of its own, q.k = s*(sum(q*c) - h*sum(q)), and the logit is the sum of four. Queries
-// become integers with a step for each band: the largest of their channels meet the weakest keys.
+// largest code. Channels after the last band are not stored: their queries are not multiplied. A band is a sum of its own,
+// q.k = s*(sum(q*c) - h*sum(q)), and the logit is the sum of four. Queries become integers with a step for each band: the
+// largest of their channels meet the weakest keys.
+//
+// These integers have two bytes. With more than four query heads, where instructions decide and not memory, they have one in
+// bands of one or two bits, which are narrow bands here. Codes of so few bits are so far from the keys that a byte is enough:
+// what rounding a query to it does to a logit has at most 3 % of the variance that the codes themselves cause, for any query
+// (docs/cuda.md). Columns of matrix instructions, for the query heads of a lane, one of each four (slices):
+//
+//     two bytes   slice 0: high, low     slice 1: high, low     slice 2: high, low
+//     one byte    slices 0 and 1         slice 2 and nothing
 //
 // Scales are logarithms of eight bits. A table in shared memory decodes them: one byte taken out and one load, where
 // arithmetic would take six instructions, and zero needs no care.
@@ -34,8 +43,12 @@ struct BandKeys : Keys<BITS, LATER> {
   static constexpr int ROWS_HERE = SLICES * 4;
   static constexpr int START = FRAGMENT_BYTES + 2 * BANDS * ROWS_HERE * 4;
   static constexpr int TABLE = START + 32;
+  // Instructions for the query heads of a lane in a narrow band.
+  static constexpr int PAIRS = (SLICES + 1) / 2;
   static constexpr int SCALES = TABLE + 256 * 4;
-  static constexpr int SCALE_BYTES = SEALED_TILE_TOKENS * BANDS * 4;
+  // Scales of a band, in fours, and two more: lanes that write those of different bands meet different banks.
+  static constexpr int BAND_STRIDE = LANE_TOKENS / 4 * 8 + 2;
+  static constexpr int SCALE_BYTES = BANDS * BAND_STRIDE * 16;
   static constexpr int QUERY_BYTES = SCALES + WARPS * SCALE_BYTES;
 
   // What a high byte counts for, 256. A multiplication that the compiler does not know to be a shift goes to units that
@@ -44,6 +57,9 @@ struct BandKeys : Keys<BITS, LATER> {
   // The operands, steps and starts of a band are fetched when its turn comes: registers have no room for those of all.
   const u8* queries;
   float4* scales;
+
+  // Whether queries have one byte.
+  DEVICE static constexpr bool narrow(int band) { return SLICES > 1 && band_bits(band) <= 2; }
 
   // The place in a byte of the codes of a unit, and where a mask finds them.
   DEVICE static constexpr int shift_of(int flat) { return ALIGNED ? flat % 8 / 4 * 4 : flat % 8; }
@@ -97,7 +113,8 @@ struct BandKeys : Keys<BITS, LATER> {
       }
       // High bytes up to 127, and sums below 2^22, which the magic float must hold: all codes of one sign of the query may
       // be the largest, and those of the other zero.
-      float inverse = most < 1e-30f ? 0.0f : 32512.0f / most;
+      const bool one_byte = narrow(band);
+      float inverse = most < 1e-30f ? 0.0f : (one_byte ? 127.0f : 32512.0f) / most;
       if (inverse > 0.0f) inverse = fminf(inverse, 4180000.0f / (0.5f * top * (absolute + fabsf(sum))));
       int whole = 0;
       #pragma unroll
@@ -114,11 +131,11 @@ struct BandKeys : Keys<BITS, LATER> {
         // Low bytes are signed, so the high ones are rounded.
         const u32 high = __byte_perm(
             __byte_perm(r[0] + 128, r[1] + 128, 0x0051), __byte_perm(r[2] + 128, r[3] + 128, 0x0051), 0x5410);
-        const int place = first_unit + four / 4;
-        u32* column =
-            (u32*)memory + ((row / 4 * CHANNEL_STEPS + place / 2) * 32 + row % 4 * 8 + four % 4) * 2 + place % 2;
-        column[0] = high;
-        column[8] = low;
+        const int place = first_unit + four / 4, slice = row / 4;
+        const int operand = one_byte ? slice / 2 : slice, column = row % 4 * 2 + (one_byte ? slice % 2 : 0);
+        u32* words = (u32*)memory + ((operand * CHANNEL_STEPS + place / 2) * 32 + column * 4 + four % 4) * 2 + place % 2;
+        words[0] = one_byte ? low : high;
+        if (!one_byte) words[8] = low;
       }
       #pragma unroll
       for (int step = 4; step > 0; step /= 2) whole += __shfl_xor_sync(ALL_LANES, whole, step);
@@ -161,7 +178,7 @@ struct BandKeys : Keys<BITS, LATER> {
     __syncwarp();
     #pragma unroll
     for (int i = 0; i < LANE_TOKENS; i += 4)
-      scales[((lane & 3) * (LANE_TOKENS / 4) + i / 4) * 8 + (lane >> 2)] =
+      scales[(lane & 3) * BAND_STRIDE + i / 4 * 8 + (lane >> 2)] =
           make_float4(decoded[i], decoded[i + 1], decoded[i + 2], decoded[i + 3]);
     __syncwarp();
   }
@@ -191,7 +208,9 @@ struct BandKeys : Keys<BITS, LATER> {
       // Two tokens of a lane are rows of one instruction.
       #pragma unroll
       for (int first = 0; first < LANE_TOKENS; first += 2) {
+        // Of each slice high and low sums of two tokens, or in a narrow band of two slices the sums of two tokens.
         int c[SLICES][4];
+        const int same[4] = {start[1], start[1], start[1], start[1]};
         #pragma unroll
         for (int inner = 0; inner < band_units(band); inner += 2) {
           const bool two = inner + 1 < band_units(band);
@@ -204,17 +223,18 @@ struct BandKeys : Keys<BITS, LATER> {
             codes[e] = (word_of(chunks[word / 4], word % 4) >> shift_of(flat)) & mask;
           }
           #pragma unroll
-          for (int slice = 0; slice < SLICES; slice++)
-            if (inner == 0) multiply(c[slice], codes, slice, band_unit(band) + inner, two, lane, start);
-            else multiply(c[slice], codes, slice, band_unit(band) + inner, two, lane, c[slice]);
+          for (int i = 0; i < (narrow(band) ? PAIRS : SLICES); i++)
+            if (inner > 0) multiply(c[i], codes, i, band_unit(band) + inner, two, lane, c[i]);
+            else multiply(c[i], codes, i, band_unit(band), two, lane, narrow(band) ? same : start);
         }
-        const float4 four = scales[(band * (LANE_TOKENS / 4) + first / 4) * 8 + (lane >> 2)];
+        const float4 four = scales[band * BAND_STRIDE + first / 4 * 8 + (lane >> 2)];
         #pragma unroll
         for (int e = 0; e < 2; e++) {
           const float scale = first % 4 == 0 ? (e ? four.y : four.x) : e ? four.w : four.z;
           #pragma unroll
           for (int slice = 0; slice < SLICES; slice++) {
-            const int sum = c[slice][2 * e] * high_byte + c[slice][2 * e + 1];
+            const int sum = narrow(band) ? c[slice / 2][2 * e + slice % 2]
+                                         : c[slice][2 * e] * high_byte + c[slice][2 * e + 1];
             float& x = exponent[slice][first + e];
             x = fmaf(scale, fmaf(__int_as_float(sum), steps[slice].x, steps[slice].y),
                      band > 0 ? x : -reference[slice] - later(first + e));
@@ -226,8 +246,8 @@ struct BandKeys : Keys<BITS, LATER> {
 
   // Adds the products of one or two units.
   DEVICE void multiply(
-      int (&d)[4], const u32 (&codes)[4], int slice, int unit, bool two, int lane, const int (&before)[4]) const {
-    const u8* place = queries + ((slice * CHANNEL_STEPS + unit / 2) * 32 + lane) * 8 + unit % 2 * 4;
+      int (&d)[4], const u32 (&codes)[4], int operand, int unit, bool two, int lane, const int (&before)[4]) const {
+    const u8* place = queries + ((operand * CHANNEL_STEPS + unit / 2) * 32 + lane) * 8 + unit % 2 * 4;
     if (!two) mma_unit(d, codes, *(const u32*)place, before);
     else if (unit % 2 == 0) mma_keys(d, codes, *(const uint2*)place, before);
     else mma_keys(d, codes, make_uint2(*(const u32*)place, *(const u32*)(place + 252)), before);
