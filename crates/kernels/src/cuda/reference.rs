@@ -49,6 +49,7 @@ pub fn reference_of_pages<'q, 'a>(
 /// A query, one of `group` of a KV head, as the decode kernel multiplies it with sealed pages: with more than four of them it is
 /// rounded to a byte in bands of one or two bits.
 pub fn rounded_query(order: &PageOrder, group: usize, query: &[f32]) -> Vec<f32> {
+    const MAGIC: f32 = 12_582_912.0;
     let mut rounded = query.to_vec();
     let Some(layout) = order.bands().filter(|_| group > 4) else { return rounded };
     for band in layout.bands().iter().filter(|band| band.bits <= 2) {
@@ -58,7 +59,8 @@ pub fn rounded_query(order: &PageOrder, group: usize, query: &[f32]) -> Vec<f32>
         let inverse = if most < 1e-30 { 0.0 } else { 127.0 / most };
         for (x, factor) in row.iter_mut().zip(factors) {
             let step = if inverse > 0.0 { factor / inverse } else { 0.0 };
-            *x = (*x * (inverse / factor)).round_ties_even() * step;
+            // Adding this rounds to an integer, in one step with the product as in the kernel.
+            *x = (x.mul_add(inverse / factor, MAGIC) - MAGIC) * step;
         }
     }
     rounded

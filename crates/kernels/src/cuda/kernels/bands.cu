@@ -113,8 +113,10 @@ struct BandKeys : Keys<BITS, LATER> {
       }
       // High bytes up to 127, and sums below 2^22, which the magic float must hold: all codes of one sign of the query may
       // be the largest, and those of the other zero.
+      // Where queries have few levels, the last bit of the unit can move one of them by a level: it is exactly that of
+      // `reference.rs`.
       const bool one_byte = narrow(band);
-      float inverse = most < 1e-30f ? 0.0f : (one_byte ? 127.0f : 32512.0f) / most;
+      float inverse = most < 1e-30f ? 0.0f : __fdiv_rn(one_byte ? 127.0f : 32512.0f, most);
       if (inverse > 0.0f) inverse = fminf(inverse, 4180000.0f / (0.5f * top * (absolute + fabsf(sum))));
       int whole = 0;
       #pragma unroll
