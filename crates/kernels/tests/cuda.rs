@@ -26,16 +26,24 @@ use cudarc::driver::CudaSlice;
 use oscar_codec::{
     BandLayout, CodeLayout, ExactSlot, Fp8Layout, KeyWidths, PAGE_TOKENS, PageLayout, ScaleType, SealedSlot,
 };
-use oscar_kernels::cuda::reference::{random_page, reference_of_pages, rounded_query, shuffled};
+use oscar_kernels::cuda::reference::{
+    random_page, reference_of_pages, rounded_query, rounds_queries, shuffled,
+};
 use oscar_kernels::cuda::{
     DecodeAttention, DecodeSequence, DecodeShape, Device, PoolView, Split, ValueTransform,
 };
 use oscar_random::Random;
 
-/// Largest relative error that passes; outputs are f32. Queries have 15 bits in products with codes of more than two bits, and
-/// those of scalar codes, which shows where logits are in the hundreds.
-fn limit(kind: Kind) -> f64 {
-    if kind == Kind::Sharp { 4e-3 } else { 1e-3 }
+/// Largest relative error that passes; outputs are f32. Queries have 15 bits in products with codes, which shows where logits are
+/// in the hundreds. Where they are rounded to bytes, the reference rounds them too, but what sums of a band start from is still
+/// off by up to three eighths of their unit.
+fn limit(kind: Kind, shape: &DecodeShape) -> f64 {
+    match (kind == Kind::Sharp, rounds_queries(shape.sealed, shape.group)) {
+        (true, true) => 2e-2,
+        (true, false) => 4e-3,
+        (false, true) => 2e-3,
+        (false, false) => 1e-3,
+    }
 }
 
 fn main() -> ExitCode {
@@ -102,7 +110,7 @@ fn main() -> ExitCode {
                 let again = case.run(kernel, split, None, undo).1;
                 let same = got.iter().zip(&again).all(|(a, b)| a.to_bits() == b.to_bits());
                 runs += 1;
-                if error.is_nan() || error > limit(kind) || !same {
+                if error.is_nan() || error > limit(kind, &shape) || !same {
                     println!(
                         "FAILED {name}, {kind:?} {batch:?}, {split:?}, rotation undone: {undo}: \
                          error {error:.2e}, repeatable: {same}"
@@ -136,7 +144,7 @@ fn named(name: &str) -> bool {
 /// Thousands of small weights next to a large one, all in one block: none may be lost for being small.
 fn long_tail(device: &Arc<Device>) -> usize {
     let mut failures = 0;
-    let usual = limit(Kind::Needle);
+    let usual = 1e-3;
     let codes = |bits, groups| PageLayout::Codes(CodeLayout::new(bits, 128, groups).unwrap());
     let banded = PageLayout::banded(128).unwrap();
     let [high, fewer] = [PageLayout::Banded(BandLayout::high(128).unwrap()), PageLayout::int15(128).unwrap()];

@@ -46,12 +46,20 @@ pub fn reference_of_pages<'q, 'a>(
     out
 }
 
-/// A query, one of `group` of a KV head, as the decode kernel multiplies it with sealed pages: with more than four of them it is
-/// rounded to a byte in bands of one or two bits.
+/// Whether the decode kernel rounds `group` queries of a KV head to bytes in some bands: with more than four of them, in bands of
+/// one or two bits.
+pub fn rounds_queries(sealed: PageLayout, group: usize) -> bool {
+    let PageLayout::Banded(layout) = sealed else { return false };
+    group > 4 && layout.bands().iter().any(|band| band.bits <= 2)
+}
+
+/// A query, one of `group` of a KV head, as the decode kernel multiplies it with sealed pages.
 pub fn rounded_query(order: &PageOrder, group: usize, query: &[f32]) -> Vec<f32> {
     const MAGIC: f32 = 12_582_912.0;
     let mut rounded = query.to_vec();
-    let Some(layout) = order.bands().filter(|_| group > 4) else { return rounded };
+    let Some(layout) = order.bands().filter(|_| rounds_queries(order.layout(), group)) else {
+        return rounded;
+    };
     for band in layout.bands().iter().filter(|band| band.bits <= 2) {
         let factors: Vec<f32> = band.range().map(|channel| order.code_factor(channel) as f32).collect();
         let row = &mut rounded[band.range()];

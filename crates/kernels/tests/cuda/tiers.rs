@@ -261,9 +261,11 @@ fn against_cpu(cpu: &CpuBackend, cuda: &CudaBackend, shape: &Shape) -> usize {
         }
     }
     let mut failures = 0;
+    // Queries are rounded to bytes in some bands where there are many, see `attend.rs`.
+    let limit = if shape.group > 4 { 2e-2 } else { 5e-3 };
     for (layer, [chunks, tokens]) in worst.into_iter().enumerate() {
         failures += report(&format!("{}, layer {layer}, chunks", shape.name()), chunks, 2e-2);
-        failures += report(&format!("{}, layer {layer}, tokens", shape.name()), tokens, 5e-3);
+        failures += report(&format!("{}, layer {layer}, tokens", shape.name()), tokens, limit);
     }
     failures
 }
