@@ -5,15 +5,18 @@
 //! | bytes | as they arrive, behind the first 64 KiB of a body | bodies whose client may dawdle |
 //! | contents of large bodies | at once, when the last byte is there | bodies that wait for no client |
 //! | contents of small bodies | the same | the same, so that they do not wait behind large ones |
+//! | answers beyond 64 KiB | when they are written | lists of tokens and their texts, which can be many times the body |
 //!
 //! What a client announces takes nothing, and the first bytes of a body no more than its connection has for its head.
 //! Bodies that hold bytes and wait for more could wait for each other for ever, so there is room for one body of the
-//! largest size beside the others: whoever gets it can be read to its end.
+//! largest size beside the others: whoever gets it can be read to its end. Answers wait for nothing, because their readers may
+//! dawdle, and what waited for them would hold its body meanwhile.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -22,7 +25,7 @@ use crate::protocol::ApiError;
 /// Memory is counted in pieces of this size.
 const PIECE_BYTES: usize = 1024;
 
-/// Bodies up to this size, and as much of larger ones, need no memory to arrive.
+/// Bodies up to this size, and as much of larger ones, need no memory to arrive. Nor do answers up to this size.
 const SMALL_BODY_BYTES: usize = 64 << 10;
 
 /// About as much as a value of JSON takes, with its share of the list or object it is in, and with copies on the way to
@@ -44,6 +47,7 @@ pub(crate) struct BodyBudget {
     room: Arc<Semaphore>,
     large: Pool,
     small: Pool,
+    answers: Pool,
     /// Whether memory that bodies have left is about to be given back to the system.
     trim_planned: Arc<AtomicBool>,
 }
@@ -76,6 +80,7 @@ impl BodyBudget {
             room: Arc::new(Semaphore::new(1)),
             large: Pool::new(all.max(largest)),
             small: Pool::new(all / 4),
+            answers: Pool::new(all.max(largest)),
             trim_planned: Arc::default(),
         })
     }
@@ -84,6 +89,31 @@ impl BodyBudget {
     pub(crate) fn body(self: &Arc<Self>, patience: Duration) -> BodyMemory {
         let budget = Arc::clone(self);
         BodyMemory { budget, len: 0, bytes: None, room: None, contents: None, patience }
+    }
+
+    /// An answer that takes memory until the last byte of it has been sent, or is refused because others have it.
+    pub(crate) fn answer(&self, mut answer: Vec<u8>) -> Result<Bytes, ApiError> {
+        if answer.len() <= SMALL_BODY_BYTES {
+            return Ok(answer.into());
+        }
+        answer.shrink_to_fit();
+        let pieces = pieces(answer.len()).min(self.answers.size);
+        let pieces = u32::try_from(pieces).unwrap_or(u32::MAX);
+        let taken = Arc::clone(&self.answers.pieces).try_acquire_many_owned(pieces);
+        let memory = taken.map_err(|_| ApiError::no_body_memory())?;
+        Ok(Bytes::from_owner(CountedAnswer { answer, _memory: memory }))
+    }
+}
+
+/// The bytes of an answer with the memory that they take.
+struct CountedAnswer {
+    answer: Vec<u8>,
+    _memory: OwnedSemaphorePermit,
+}
+
+impl AsRef<[u8]> for CountedAnswer {
+    fn as_ref(&self) -> &[u8] {
+        &self.answer
     }
 }
 
@@ -243,5 +273,23 @@ mod tests {
         full(1000).hold_contents(30).await.unwrap();
         drop(first);
         full(256 << 10).hold_contents(1).await.unwrap();
+    }
+
+    #[test]
+    fn answers_take_memory_until_they_are_sent() {
+        let budget = BodyBudget::new(2 << 20, 1 << 20);
+        let answer = |len: usize| budget.answer(vec![b'a'; len]);
+        let first = answer(1 << 20).unwrap();
+        let mut second = answer(1 << 20).unwrap();
+        let error = answer(SMALL_BODY_BYTES + 1).unwrap_err();
+        assert_eq!((error.status().as_u16(), error.code()), (503, Some("body_memory")));
+        assert_eq!(answer(SMALL_BODY_BYTES).unwrap().len(), SMALL_BODY_BYTES);
+        drop(first);
+        // What is written to a connection in parts is there until the last of them is.
+        let half = second.split_to(1 << 19);
+        drop(second);
+        assert!(answer(1 << 20).is_ok() && answer((1 << 20) + 1).is_err());
+        drop(half);
+        assert!(answer(2 << 20).is_ok());
     }
 }

@@ -1,10 +1,12 @@
 //! `/tokenize` and `/detokenize`.
 
+use std::io;
 use std::sync::Arc;
 
 use axum::extract::State;
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -75,14 +77,14 @@ pub(crate) async fn tokenize(
 
 impl TokenizeRequest {
     /// The body of the answer. For texts of any length, this is work for [`AppState::encode`].
-    fn answer(self, app: &AppState) -> Result<Vec<u8>, ApiError> {
+    fn answer(self, app: &AppState) -> Result<Bytes, ApiError> {
         self.unread.check(RequestKind::Tokenize, app.options.unknown_fields)?;
         app.model.check_name(self.model.as_deref())?;
         let max_model_len = app.engine.info().context;
         if self.messages.is_some() {
             let mut chat = OpenAiRequest::of_chat(self.messages, self.tools, self.add_generation_prompt);
             let ids = render(app, &mut chat, None)?.ids;
-            return written(&Tokenized { count: ids.len(), tokens: ids, max_model_len });
+            return written(app, "messages", &Tokenized { count: ids.len(), tokens: ids, max_model_len });
         }
         // llama.cpp's clients send `content`, and expect no begin token unless they ask for it.
         let add_special = self.add_special_tokens.or(self.add_special).unwrap_or(self.content.is_none());
@@ -115,16 +117,16 @@ impl TokenizeRequest {
         }
         if many {
             let count: Vec<usize> = lists.iter().map(Vec::len).collect();
-            return written(&Tokenized { tokens: lists, count, max_model_len });
+            return written(app, "prompt", &Tokenized { tokens: lists, count, max_model_len });
         }
         let ids = lists.pop().unwrap_or_default();
         let count = ids.len();
         if !with_pieces {
-            return written(&Tokenized { tokens: ids, count, max_model_len });
+            return written(app, "prompt", &Tokenized { tokens: ids, count, max_model_len });
         }
         at_most("prompt", "tokens", count, MAX_PIECES)?;
         let tokens: Vec<Piece<'_>> = ids.iter().map(|&id| Piece::new(id, bytes_of(tokenizer, id))).collect();
-        written(&Tokenized { tokens, count, max_model_len })
+        written(app, "prompt", &Tokenized { tokens, count, max_model_len })
     }
 }
 
@@ -135,9 +137,39 @@ impl Piece<'_> {
     }
 }
 
-/// An answer as JSON. What lists as many values as these is written without a [`serde_json::Value`] for each.
-fn written(answer: &impl Serialize) -> Result<Vec<u8>, ApiError> {
-    serde_json::to_vec(answer).map_err(|error| ApiError::internal(&error))
+/// An answer as JSON, of at most as many bytes as a body may have; `field` is where it comes from. What lists as many
+/// values as these is written without a [`serde_json::Value`] for each, and takes memory of that for bodies until it is sent.
+fn written(app: &AppState, field: &str, answer: &impl Serialize) -> Result<Bytes, ApiError> {
+    let mut out = Bounded { bytes: Vec::new(), most: app.options.body_bytes };
+    serde_json::to_writer(&mut out, answer).map_err(|_| too_long(app, field))?;
+    app.bodies.answer(out.bytes)
+}
+
+fn too_long(app: &AppState, field: &str) -> ApiError {
+    let most = app.options.body_bytes;
+    let message =
+        format!("{field}: the answer would have more than {most} bytes (--max-body); send less at a time");
+    ApiError::bad_field(field, message)
+}
+
+/// Takes no more than `most` bytes.
+struct Bounded {
+    bytes: Vec<u8>,
+    most: usize,
+}
+
+impl io::Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if bytes.len() > self.most - self.bytes.len() {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        self.bytes.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// The body of `/detokenize`: token ids of one text or of several.
@@ -171,27 +203,35 @@ pub(crate) async fn detokenize(
 
 impl DetokenizeRequest {
     /// The body of the answer, as with [`TokenizeRequest::answer`].
-    fn answer(self, app: &AppState) -> Result<Vec<u8>, ApiError> {
+    fn answer(self, app: &AppState) -> Result<Bytes, ApiError> {
         self.unread.check(RequestKind::Detokenize, app.options.unknown_fields)?;
         app.model.check_name(self.model.as_deref())?;
-        let count = match &self.tokens {
-            Ids::One(ids) => ids.len(),
-            Ids::Many(lists) => lists.iter().map(Vec::len).sum(),
+        let lists = match &self.tokens {
+            Ids::One(ids) => std::slice::from_ref(ids),
+            Ids::Many(lists) => lists,
         };
+        let count = lists.iter().map(Vec::len).sum();
         at_most("tokens", "token ids", count, MAX_PIECES.max(app.engine.info().context))?;
         let skip = self.skip_special_tokens.unwrap_or(true);
+        // A token may stand for hundreds of bytes, so a text is measured before it is made.
+        let tokenizer = app.model.tokenizer();
+        let said = lists.iter().flatten().filter(|&&id| !(skip && tokenizer.is_special(id)));
+        let bytes: usize = said.map(|&id| bytes_of(tokenizer, id).len()).sum();
+        if bytes > app.options.body_bytes {
+            return Err(too_long(app, "tokens"));
+        }
         let decode = |ids: &[u32], skip| app.model.decode(ids, skip, "tokens");
         match &self.tokens {
             Ids::One(ids) => {
                 let text = decode(ids, skip)?;
                 let shown = self.skip_special_tokens.is_none().then(|| decode(ids, false)).transpose()?;
                 let content = shown.as_ref().unwrap_or(&text);
-                written(&Detokenized { text: &text, prompt: &text, content })
+                written(app, "tokens", &Detokenized { text: &text, prompt: &text, content })
             }
             Ids::Many(lists) => {
                 let texts =
                     lists.iter().map(|ids| decode(ids, skip)).collect::<Result<Vec<_>, ApiError>>()?;
-                written(&Detokenized { text: &texts, prompt: &texts, content: &texts })
+                written(app, "tokens", &Detokenized { text: &texts, prompt: &texts, content: &texts })
             }
         }
     }

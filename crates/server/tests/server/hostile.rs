@@ -7,6 +7,7 @@ use axum::http::{Method, Request};
 use oscar_engine::{MockOptions, Serve};
 use oscar_server::ServerOptions;
 use serde_json::json;
+use tower::ServiceExt;
 
 use crate::support::{mock, mock_with};
 
@@ -282,6 +283,39 @@ async fn texts_and_tokens_without_an_answer_are_bounded_too() {
     // A text may be longer than the context, and is counted.
     let counted = server.post("/tokenize", json!({"prompt": "word ".repeat(5000)})).await.ok();
     assert!(counted["count"].as_u64().unwrap() >= 5000, "{}", counted["count"]);
+}
+
+/// What tokens stand for can be many times their ids, so answers are bounded, and count until they have been read.
+#[tokio::test]
+async fn answers_of_tokens_are_bounded_and_counted() {
+    let options =
+        ServerOptions { body_bytes: 64 << 10, all_bodies_bytes: 64 << 10, ..ServerOptions::default() };
+    let server = mock_with(MockOptions::default(), options);
+    let the = vec![105; 10_000];
+    for (path, body, field) in [
+        ("/detokenize", json!({"tokens": the}), "tokens"),
+        ("/detokenize", json!({"tokens": [the, [5]]}), "tokens"),
+        ("/detokenize", json!({"tokens": the, "skip_special_tokens": true}), "tokens"),
+        ("/tokenize", json!({"prompt": "1".repeat(40_000)}), "prompt"),
+        ("/tokenize", json!({"prompt": ["1".repeat(20_000), "1".repeat(20_000)]}), "prompt"),
+        ("/tokenize", json!({"content": "1".repeat(4000), "with_pieces": true}), "prompt"),
+    ] {
+        let error = server.post(path, body).await.refused(400);
+        assert_eq!(error["param"], field, "{path}: {error}");
+        assert!(error["message"].as_str().unwrap().contains("65536 bytes (--max-body)"), "{error}");
+    }
+
+    let options =
+        ServerOptions { body_bytes: 1 << 20, all_bodies_bytes: 1 << 20, ..ServerOptions::default() };
+    let server = mock_with(MockOptions::default(), options);
+    let body = json!({"tokens": vec![105; 60_000]}).to_string();
+    let ask = || request(Method::POST, "/detokenize", &[JSON], &body);
+    let unread = server.router().oneshot(ask()).await.unwrap();
+    assert_eq!(unread.status(), 200);
+    assert_eq!(server.send(ask()).await.refused(503)["code"], "body_memory");
+    server.post("/detokenize", json!({"tokens": vec![105; 100]})).await.ok();
+    drop(unread);
+    server.send(ask()).await.ok();
 }
 
 #[tokio::test]
