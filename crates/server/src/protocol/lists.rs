@@ -121,17 +121,6 @@ impl Prompt {
         }
     }
 
-    /// Roughly the bytes in it, by which the work on it is measured.
-    pub(crate) fn bytes(&self) -> usize {
-        let of_ids = |ids: &[u32]| size_of_val(ids);
-        match self {
-            Prompt::Text(text) => text.len(),
-            Prompt::Texts(texts) => texts.iter().map(String::len).sum(),
-            Prompt::Ids(ids) => of_ids(ids),
-            Prompt::IdLists(lists) => lists.iter().map(|ids| of_ids(ids)).sum(),
-        }
-    }
-
     /// The number of prompts.
     pub(crate) fn count(&self) -> usize {
         match self {

@@ -17,9 +17,9 @@ use super::collect::{FinishedChoice, collect};
 use super::{chunk_head, finish_name, fresh_id};
 use crate::http::JsonBody;
 use crate::http::sse::{EventWriter, stream, write_done, write_event, write_json};
-use crate::protocol::{ApiError, OpenAiRequest, Prompt, RequestKind, Usage};
+use crate::protocol::{AnswerFormat, ApiError, OpenAiRequest, Prompt, RequestKind, Usage};
 use crate::requests::{AnswerStream, PromptEvent, PromptRequest, request_id};
-use crate::routes::constrain::token_filter;
+use crate::routes::constrain::{asked_form, token_filter};
 use crate::routes::logprobs::{
     CompletionLogprobs, CompletionTokens, EndTokens, prompt_logprobs as list_prompt,
 };
@@ -34,35 +34,67 @@ pub(super) struct Prepared {
     pub(super) echo: Option<String>,
 }
 
+/// What is left of a request when it has been read.
+struct Asked {
+    prompts: Vec<Prepared>,
+    options: GenerateOptions,
+    format: Option<AnswerFormat>,
+    rid: Arc<str>,
+    streams: bool,
+    includes_usage: bool,
+    echo: bool,
+    /// Whether the probabilities of the prompt are listed apart from the answer.
+    lists_prompt: bool,
+}
+
+impl Asked {
+    /// Reads a request, whose own id is `id`. For bodies of any size, this is work for [`AppState::encode_body`].
+    fn read(app: &AppState, mut request: OpenAiRequest, id: &str) -> Result<Asked, ApiError> {
+        request.leave_fields_of_chats();
+        request.check_fields(RequestKind::Completions, app.options.unknown_fields)?;
+        app.model.check_name(request.model.as_deref())?;
+        let echo = request.echo.unwrap_or(false);
+        let logprobs = request.completion_logprobs()?;
+        let sampling_fields = request.sampling_fields(Some(DEFAULT_MAX_TOKENS))?;
+        let listed = request.prompt_logprobs()?;
+        let echoed = logprobs.filter(|_| echo);
+        if listed.is_some() && echoed.is_some() && listed != echoed {
+            let message = "prompt_logprobs must be logprobs where the prompt is echoed";
+            return Err(ApiError::bad_field("prompt_logprobs", message));
+        }
+        let prompt_logprobs = listed.or(echoed);
+        let options =
+            GenerateOptions { logprobs, prompt_logprobs, ..sampling_fields.options(&app.model.sampling)? };
+        let options = request.precision().apply(app.engine.info(), options)?;
+        let prompts = request.prompt.as_ref().map_or(1, Prompt::count);
+        app.check_batch(prompts, "prompt")?;
+        let rid = request_id(request.rid.as_deref(), id)?;
+        let format = asked_form(app, request.answer_format()?)?;
+        Ok(Asked {
+            prompts: prepare(app, request.prompt.take(), echo)?,
+            options,
+            format,
+            rid,
+            streams: request.streams(),
+            includes_usage: request.includes_usage(),
+            echo,
+            lists_prompt: listed.is_some(),
+        })
+    }
+}
+
 /// `/v1/completions`: continues one prompt or several.
 pub(crate) async fn completions(
     State(app): State<Arc<AppState>>,
-    JsonBody(mut request, memory): JsonBody<OpenAiRequest>,
+    JsonBody(request, memory): JsonBody<OpenAiRequest>,
 ) -> Result<Response, ApiError> {
-    request.leave_fields_of_chats();
-    request.check_fields(RequestKind::Completions, app.options.unknown_fields)?;
-    app.model.check_name(request.model.as_deref())?;
-    let echo = request.echo.unwrap_or(false);
-    let logprobs = request.completion_logprobs()?;
-    let sampling_fields = request.sampling_fields(Some(DEFAULT_MAX_TOKENS))?;
-    let listed = request.prompt_logprobs()?;
-    let echoed = logprobs.filter(|_| echo);
-    if listed.is_some() && echoed.is_some() && listed != echoed {
-        let message = "prompt_logprobs must be logprobs where the prompt is echoed";
-        return Err(ApiError::bad_field("prompt_logprobs", message));
-    }
-    let prompt_logprobs = listed.or(echoed);
-    let options =
-        GenerateOptions { logprobs, prompt_logprobs, ..sampling_fields.options(&app.model.sampling)? };
-    let options = request.precision().apply(app.engine.info(), options)?;
-    let prompts = request.prompt.as_ref().map_or(1, Prompt::count);
-    app.check_batch(prompts, "prompt")?;
     let id = fresh_id("cmpl-");
-    let rid = request_id(request.rid.as_deref(), &id)?;
-    let filter = token_filter(&app, request.answer_format()?, None).await?;
-    let prepared = prepare(&app, request.prompt.take(), echo).await?;
-    let (streams, include_usage) = (request.streams(), request.includes_usage());
-    drop(request);
+    let own = id.clone();
+    let (asked, memory) = app.encode_body(memory, move |app| Asked::read(app, request, &own)).await?;
+    let Asked { prompts: prepared, options, format, rid, streams, includes_usage, echo, lists_prompt } =
+        asked;
+    let logprobs = options.logprobs;
+    let filter = token_filter(&app, format, None).await?;
     let mut echoes = Vec::with_capacity(prepared.len());
     let mut asked = Vec::with_capacity(prepared.len());
     for Prepared { ids, echo } in prepared {
@@ -76,7 +108,7 @@ pub(crate) async fn completions(
     if streams {
         let writer = CompletionWriter {
             head: chunk_head(&app, &id, "text_completion"),
-            include_usage,
+            include_usage: includes_usage,
             usage: Usage::default(),
             echoes,
             n: options.n,
@@ -115,7 +147,7 @@ pub(crate) async fn completions(
             "finish_reason": finish_name(summary.finish),
             "matched_stop": matched(&summary),
         });
-        if listed.is_some() {
+        if lists_prompt {
             choice["prompt_logprobs"] = list_prompt(app.model.tokenizer(), &summary.prompt_logprobs);
         }
         choices.push(choice);
@@ -142,27 +174,19 @@ pub(crate) fn matched(summary: &Summary) -> Value {
 }
 
 /// Tokenizes the prompts of a request, and keeps their text if it is to be `echo`ed.
-pub(super) async fn prepare(
-    app: &Arc<AppState>,
-    prompt: Option<Prompt>,
-    echo: bool,
-) -> Result<Vec<Prepared>, ApiError> {
+pub(super) fn prepare(app: &AppState, prompt: Option<Prompt>, echo: bool) -> Result<Vec<Prepared>, ApiError> {
     let prompt = prompt.ok_or_else(|| ApiError::bad_field("prompt", "there is no prompt"))?;
-    let bytes = prompt.bytes();
-    let prepared = app
-        .encode(bytes, move |app| {
-            let mut left = app.options.body_bytes;
-            let mut from_ids = |ids| Prepared::from_ids(app, ids, echo.then_some(&mut left));
-            match prompt {
-                Prompt::Text(text) => Ok(vec![Prepared::from_text(app, text, echo)?]),
-                Prompt::Texts(texts) => {
-                    texts.into_iter().map(|text| Prepared::from_text(app, text, echo)).collect()
-                }
-                Prompt::Ids(ids) => Ok(vec![from_ids(ids)?]),
-                Prompt::IdLists(lists) => lists.into_iter().map(from_ids).collect(),
-            }
-        })
-        .await?;
+    let mut left = app.options.body_bytes;
+    let mut from_ids = |ids| Prepared::from_ids(app, ids, echo.then_some(&mut left));
+    let prepared = match prompt {
+        Prompt::Text(text) => vec![Prepared::from_text(app, text, echo)?],
+        Prompt::Texts(texts) => {
+            let prepared = texts.into_iter().map(|text| Prepared::from_text(app, text, echo));
+            prepared.collect::<Result<_, _>>()?
+        }
+        Prompt::Ids(ids) => vec![from_ids(ids)?],
+        Prompt::IdLists(lists) => lists.into_iter().map(from_ids).collect::<Result<_, _>>()?,
+    };
     if prepared.is_empty() {
         return Err(ApiError::bad_field("prompt", "the list of prompts is empty"));
     }

@@ -8,21 +8,20 @@ use crate::grammar::{GrammarError, RuleError};
 use crate::protocol::{AnswerFormat, ApiError, text_error};
 use crate::state::AppState;
 
-/// Whether there is anything to keep an answer to.
-pub(crate) fn needs_filter(app: &AppState, format: &AnswerFormat) -> Result<bool, ApiError> {
-    Ok(format.constraint(app.options.tool_call_parser)?.is_some() || !format.rules.is_empty())
+/// What is asked of the form of an answer, if there is anything to keep it to.
+pub(crate) fn asked_form(app: &AppState, format: AnswerFormat) -> Result<Option<AnswerFormat>, ApiError> {
+    let asks = format.constraint(app.options.tool_call_parser)?.is_some() || !format.rules.is_empty();
+    Ok(asks.then_some(format))
 }
 
-/// The filter that keeps an answer to its format, if the request asks for one. With `after`, the answer is free until
+/// The filter that keeps an answer to its form, if the request asks for one. With `after`, the answer is free until
 /// it contains this text, the marker that closes the reasoning.
 pub(crate) async fn token_filter(
     app: &Arc<AppState>,
-    format: AnswerFormat,
+    format: Option<AnswerFormat>,
     after: Option<&'static str>,
 ) -> Result<Option<Box<dyn TokenFilter>>, ApiError> {
-    if !needs_filter(app, &format)? {
-        return Ok(None);
-    }
+    let Some(format) = format else { return Ok(None) };
     // Compiling a grammar can take as long as tokenizing a long text.
     app.encode(usize::MAX, move |app| compile(app, &format, after)).await
 }

@@ -189,6 +189,8 @@ async fn large_bodies_are_work_for_other_threads() {
         .collect();
     let claude_tools: Vec<Value> =
         (0..100).map(|n| json!({"name": n.to_string(), "input_schema": schema()})).collect();
+    let long_schema = || json!({"enum": vec!["a".repeat(20); 20_000]});
+    let biases = || (0..4000).map(|id| (id.to_string(), json!(1))).collect::<serde_json::Map<_, _>>();
     let messages = json!([{"role": "user", "content": "a"}]);
     let parts = |kind: &str| {
         let parts = vec![json!({"type": kind, "text": "a"}); 4000];
@@ -212,6 +214,10 @@ async fn large_bodies_are_work_for_other_threads() {
         ("/detokenize", json!({"tokens": vec![5; 200_000]}), 200),
         ("/apply-template", json!({"messages": messages, "tools": chat_tools}), 200),
         ("/oscar/cache", json!({"messages": messages, "tools": chat_tools}), 400),
+        ("/v1/completions", json!({"prompt": "a", "json_schema": long_schema()}), 400),
+        ("/v1/completions", json!({"prompt": "a", "max_tokens": 1, "logit_bias": biases()}), 200),
+        ("/generate", json!({"text": "a", "sampling_params": {"json_schema": long_schema()}}), 400),
+        ("/completion", json!({"prompt": "a", "json_schema": long_schema()}), 400),
     ] {
         let (router, request) = (server.router(), request(path, &body));
         let before = CALLS.get();

@@ -10,7 +10,7 @@ use crate::parse::{
 };
 use crate::protocol::{AnswerFormat, ApiError, OpenAiRequest, SentNames, short_json};
 use crate::requests::{AnswerStream, PromptRequest, request_id};
-use crate::routes::constrain::{needs_filter, token_filter};
+use crate::routes::constrain::{asked_form, token_filter};
 use crate::routes::logprobs::EndTokens;
 use crate::state::AppState;
 use crate::text::{Chat, RenderedPrompt};
@@ -48,7 +48,8 @@ struct Prepared {
     rendered: RenderedPrompt,
     options: GenerateOptions,
     /// What the answer must look like, if there is something to keep to, and the text behind which that begins.
-    format: Option<(AnswerFormat, Option<&'static str>)>,
+    format: Option<AnswerFormat>,
+    after: Option<&'static str>,
     tools: Vec<Tool>,
     separate_reasoning: bool,
 }
@@ -85,11 +86,8 @@ impl Turn {
         prepared: Prepared,
         names: &Arc<SentNames>,
     ) -> Result<(Turn, AnswerStream), ApiError> {
-        let Prepared { rid, rendered, options, format, tools, .. } = prepared;
-        let filter = match format {
-            Some((format, after)) => token_filter(app, format, after).await?,
-            None => None,
-        };
+        let Prepared { rid, rendered, options, format, after, tools, .. } = prepared;
+        let filter = token_filter(app, format, after).await?;
         let turn = Turn {
             names: Arc::clone(names),
             streams: prepared.streams,
@@ -174,14 +172,14 @@ impl Prepared {
             .options
             .reasoning_parser
             .filter(|format| !format.harmony && format.starts_in_reasoning(rendered.text.as_str()));
-        let format = needs_filter(app, &format)?.then_some(format);
         Ok(Prepared {
             streams: request.streams(),
             includes_usage: request.includes_usage(),
             rid: request.rid,
             rendered,
             options,
-            format: format.map(|format| (format, thinks.map(|format| format.markers.1))),
+            format: asked_form(app, format)?,
+            after: thinks.map(|format| format.markers.1),
             tools,
             separate_reasoning,
         })

@@ -20,9 +20,9 @@ use super::completions::{Prepared, prepare};
 use super::fresh_id;
 use crate::http::JsonBody;
 use crate::http::sse::stream;
-use crate::protocol::{ApiError, LlamaRequest, Prompt, RequestKind, SamplingFields, SentNames};
+use crate::protocol::{AnswerFormat, ApiError, LlamaRequest, Prompt, RequestKind, SentNames};
 use crate::requests::{AnswerStream, PromptRequest, request_id};
-use crate::routes::constrain::token_filter;
+use crate::routes::constrain::{asked_form, token_filter};
 use crate::state::AppState;
 
 /// `/completion`: continues one prompt or several.
@@ -33,23 +33,51 @@ pub(crate) async fn completion(
     complete(app, body).await.map_err(|error| SentNames::of_completion().restore(error))
 }
 
+/// What is left of a request when it has been read.
+struct Asked {
+    prompts: Vec<Prepared>,
+    options: GenerateOptions,
+    format: Option<AnswerFormat>,
+    rid: Arc<str>,
+    streams: bool,
+    return_tokens: bool,
+    /// Whether the prompts came as a list.
+    many: bool,
+}
+
+impl Asked {
+    /// Reads a request. For bodies of any size, this is work for [`AppState::encode_body`].
+    fn read(app: &AppState, mut request: LlamaRequest) -> Result<Asked, ApiError> {
+        request.unread.check(RequestKind::Completion, app.options.unknown_fields)?;
+        let many = matches!(request.prompt, Some(Prompt::Texts(_) | Prompt::IdLists(_)));
+        app.check_batch(request.prompt.as_ref().map_or(1, Prompt::count), "prompt")?;
+        let rid = request_id(request.rid.as_deref(), &fresh_id("cmpl-"))?;
+        let format = asked_form(app, request.answer_format()?)?;
+        let logprobs = request.logprobs();
+        let sampling_fields = request.sampling_fields(app.model.tokenizer())?;
+        let options = GenerateOptions { logprobs, ..sampling_fields.options(&app.model.sampling)? };
+        let options = request.precision().apply(app.engine.info(), options)?;
+        Ok(Asked {
+            // The answer repeats the prompt.
+            prompts: prepare(app, request.prompt.take(), true)?,
+            options,
+            format,
+            rid,
+            streams: request.stream.unwrap_or(false),
+            return_tokens: request.return_tokens.unwrap_or(false),
+            many,
+        })
+    }
+}
+
 async fn complete(
     app: Arc<AppState>,
     JsonBody(request, memory): JsonBody<LlamaRequest>,
 ) -> Result<Response, ApiError> {
-    request.unread.check(RequestKind::Completion, app.options.unknown_fields)?;
-    let many = matches!(request.prompt, Some(Prompt::Texts(_) | Prompt::IdLists(_)));
-    app.check_batch(request.prompt.as_ref().map_or(1, Prompt::count), "prompt")?;
-    let rid = request_id(request.rid.as_deref(), &fresh_id("cmpl-"))?;
-    let filter = token_filter(&app, request.answer_format()?, None).await?;
-    let logprobs = request.logprobs();
-    let (mut request, sampling_fields) = sampling_fields(&app, request).await?;
-    let options = GenerateOptions { logprobs, ..sampling_fields.options(&app.model.sampling)? };
-    let options = request.precision().apply(app.engine.info(), options)?;
-    // The answer repeats the prompt.
-    let prepared = prepare(&app, request.prompt.take(), true).await?;
-    let (streams, return_tokens) = (request.stream.unwrap_or(false), request.return_tokens.unwrap_or(false));
-    drop(request);
+    let (asked, memory) = app.encode_body(memory, move |app| Asked::read(app, request)).await?;
+    let Asked { prompts: prepared, options, format, rid, streams, return_tokens, many } = asked;
+    let keeps_tokens = options.logprobs.is_some();
+    let filter = token_filter(&app, format, None).await?;
     let mut prompts = Vec::with_capacity(prepared.len());
     let mut asked = Vec::with_capacity(prepared.len());
     for Prepared { ids, echo } in prepared {
@@ -64,24 +92,11 @@ async fn complete(
     if streams {
         return Ok(stream(answers, LlamaWriter::new(shape)));
     }
-    let whole = collect(&mut answers, count, 1, logprobs.is_some()).await?;
+    let whole = collect(&mut answers, count, 1, keeps_tokens).await?;
     let mut list: Vec<Value> = whole
         .iter()
         .map(|answer| shape.finished(answer.prompt, &answer.summary, &answer.tokens, true))
         .collect();
     let body = if many { Value::Array(list) } else { list.pop().unwrap_or_default() };
     Ok(Json(body).into_response())
-}
-
-/// The sampling parameters of a request. Texts in its `logit_bias` are tokenized for it.
-async fn sampling_fields(
-    app: &Arc<AppState>,
-    mut request: LlamaRequest,
-) -> Result<(LlamaRequest, SamplingFields), ApiError> {
-    let bytes = if request.logit_bias.is_some() { usize::MAX } else { 0 };
-    let read = move |app: &AppState| {
-        let fields = request.sampling_fields(app.model.tokenizer())?;
-        Ok((request, fields))
-    };
-    app.encode(bytes, read).await
 }
