@@ -258,28 +258,35 @@ impl OpenAiRequest {
 
     /// The number of alternatives per token that a chat asks for, if it asks for logprobs.
     pub(crate) fn chat_logprobs(&self) -> Result<Option<usize>, ApiError> {
-        let count = self.top_logprobs.unwrap_or(0);
-        let wanted = match self.logprobs {
-            None | Some(Logprobs::Flag(false) | Logprobs::Count(0)) => {
-                if let Some(count) = self.probabilities() {
-                    return bounded("n_probs", count).map(Some);
-                }
-                if count > 0 {
-                    return Err(ApiError::bad_field("top_logprobs", "top_logprobs needs logprobs: true"));
-                }
-                return Ok(None);
+        let by_other_name = self.probabilities()?;
+        match self.logprobs {
+            Some(Logprobs::Count(1..)) => {
+                Err(ApiError::bad_field("logprobs", "logprobs of a chat is true or false"))
             }
-            Some(Logprobs::Flag(true)) => count,
-            Some(Logprobs::Count(_)) => {
-                return Err(ApiError::bad_field("logprobs", "logprobs of a chat is true or false"));
+            _ if by_other_name.is_some() => Ok(by_other_name),
+            Some(Logprobs::Flag(true)) => bounded("top_logprobs", self.top_logprobs.unwrap_or(0)).map(Some),
+            _ if self.top_logprobs.is_some_and(|count| count > 0) => {
+                Err(ApiError::bad_field("top_logprobs", "top_logprobs needs logprobs: true"))
             }
-        };
-        bounded("top_logprobs", wanted).map(Some)
+            _ => Ok(None),
+        }
     }
 
-    /// The same by llama.cpp's name, of which 0 is none.
-    fn probabilities(&self) -> Option<u32> {
-        self.n_probs.filter(|&count| count > 0)
+    /// The same by llama.cpp's name, of which 0 is none. OpenAI's names beside it must not ask for something else.
+    fn probabilities(&self) -> Result<Option<usize>, ApiError> {
+        let Some(count) = self.n_probs.filter(|&count| count > 0) else { return Ok(None) };
+        let differs = |other: u32| other > 0 && other != count;
+        let other = match (self.logprobs, self.top_logprobs) {
+            (Some(Logprobs::Flag(false)), _) => Some(("logprobs", "false".to_owned())),
+            (Some(Logprobs::Count(other)), _) if differs(other) => Some(("logprobs", other.to_string())),
+            (_, Some(other)) if differs(other) => Some(("top_logprobs", other.to_string())),
+            _ => None,
+        };
+        if let Some((name, value)) = other {
+            let message = format!("n_probs is {count} and {name} is {value}; send one of them");
+            return Err(ApiError::bad_field("n_probs", message));
+        }
+        bounded("n_probs", count).map(Some)
     }
 
     /// The number of alternatives per token of the prompt, if their logprobs are asked for by vLLM's name.
@@ -299,12 +306,12 @@ impl OpenAiRequest {
 
     /// The number of alternatives per token that a completion asks for, if it asks for logprobs.
     pub(crate) fn completion_logprobs(&self) -> Result<Option<usize>, ApiError> {
+        let by_other_name = self.probabilities()?;
         match self.logprobs {
-            None | Some(Logprobs::Flag(false)) => {
-                self.probabilities().map(|count| bounded("n_probs", count)).transpose()
-            }
+            _ if by_other_name.is_some() => Ok(by_other_name),
+            None | Some(Logprobs::Flag(false)) => Ok(None),
             // Some clients know only the form of chats.
-            Some(Logprobs::Flag(true)) => bounded("logprobs", self.top_logprobs.unwrap_or(1)).map(Some),
+            Some(Logprobs::Flag(true)) => bounded("top_logprobs", self.top_logprobs.unwrap_or(1)).map(Some),
             Some(Logprobs::Count(count)) => bounded("logprobs", count).map(Some),
         }
     }
@@ -371,12 +378,35 @@ mod tests {
         assert!(chat("{\"logprobs\": true, \"top_logprobs\": 101}").is_err());
         assert_eq!(chat("{\"logprobs\": 0, \"n_probs\": 0}"), Ok(None));
         assert_eq!(chat("{\"n_probs\": 3}"), Ok(Some(3)));
-        assert_eq!(chat("{\"logprobs\": true, \"top_logprobs\": 2, \"n_probs\": 3}"), Ok(Some(2)));
+        assert_eq!(chat("{\"logprobs\": true, \"n_probs\": 3}"), Ok(Some(3)));
+        assert_eq!(chat("{\"logprobs\": true, \"top_logprobs\": 0, \"n_probs\": 3}"), Ok(Some(3)));
+        assert_eq!(chat("{\"logprobs\": null, \"top_logprobs\": 3, \"n_probs\": 3}"), Ok(Some(3)));
         assert!(chat("{\"n_probs\": 101}").is_err());
         assert_eq!(request("{\"n_probs\": 3}").completion_logprobs(), Ok(Some(3)));
         assert_eq!(request("{\"n_probs\": 0}").completion_logprobs(), Ok(None));
         assert_eq!(request("{\"logprobs\": 0}").completion_logprobs(), Ok(Some(0)));
         assert_eq!(request("{\"logprobs\": 5}").completion_logprobs(), Ok(Some(5)));
+        assert_eq!(request("{\"logprobs\": 5, \"n_probs\": 5}").completion_logprobs(), Ok(Some(5)));
+        assert_eq!(request("{\"logprobs\": 0, \"n_probs\": 5}").completion_logprobs(), Ok(Some(5)));
+        assert_eq!(request("{\"logprobs\": 5, \"n_probs\": 0}").completion_logprobs(), Ok(Some(5)));
+    }
+
+    #[test]
+    fn two_names_must_not_ask_for_different_probabilities() {
+        for (text, other) in [
+            ("{\"n_probs\": 3, \"logprobs\": false}", "logprobs is false"),
+            ("{\"n_probs\": 3, \"logprobs\": false, \"top_logprobs\": 3}", "logprobs is false"),
+            ("{\"n_probs\": 3, \"logprobs\": true, \"top_logprobs\": 2}", "top_logprobs is 2"),
+            ("{\"n_probs\": 3, \"top_logprobs\": 2}", "top_logprobs is 2"),
+            ("{\"n_probs\": 3, \"logprobs\": 2}", "logprobs is 2"),
+        ] {
+            let request = request(text);
+            for error in [request.chat_logprobs().unwrap_err(), request.completion_logprobs().unwrap_err()] {
+                assert_eq!(error.param(), Some("n_probs"), "{text}");
+                let message = error.to_string();
+                assert!(message.contains("n_probs is 3") && message.contains(other), "{message}");
+            }
+        }
     }
 
     #[test]
