@@ -6,6 +6,7 @@ use serde::Deserialize;
 use serde_json::{Number, Value, json};
 
 use super::sampling::{Object, SamplingFields};
+use super::sent_names::Aliases;
 use super::{AnswerFormat, ApiError, Ids, OneOrMany, UnreadFields};
 
 /// Tokens when the client gives no limit, as SGLang has it.
@@ -67,6 +68,24 @@ pub(crate) struct SamplingParams {
 }
 
 impl GenerateRequest {
+    /// The fields that the client sent by another of their names than errors have.
+    pub(crate) fn aliases(&self) -> Aliases {
+        let params = match &self.sampling_params {
+            None => &[][..],
+            Some(OneOrMany::One(params)) => std::slice::from_ref(params),
+            Some(OneOrMany::Many(list)) => list,
+        };
+        let seeded = params.iter().any(|Object(params)| params.sampling_seed.is_some());
+        [
+            ("prompt", "input_ids", self.input_ids.is_some()),
+            ("seed", "sampling_params.sampling_seed", seeded),
+            ("cache_salt", "extra_key", self.cache_salt.is_none() && self.extra_key.is_some()),
+        ]
+        .into_iter()
+        .filter_map(|(name, sent, differs)| differs.then_some((name, sent)))
+        .collect()
+    }
+
     /// Leaves an empty prompt away where there are two: clients that send all fields send it for none.
     pub(crate) fn leave_empty_prompt(&mut self) {
         let Some((text, ids)) = self.text.as_ref().zip(self.input_ids.as_ref()) else { return };

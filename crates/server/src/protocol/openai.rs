@@ -11,6 +11,7 @@ use serde_json::{Map, Number, Value};
 use super::lists::tokens_or_all;
 use super::llama::repetition_penalty;
 use super::sampling::SamplingFields;
+use super::sent_names::Aliases;
 use super::{AnswerFormat, ApiError, OneOrMany, PrecisionFields, Prompt, RequestKind, UnreadFields};
 use crate::options::UnknownFields;
 
@@ -209,6 +210,22 @@ impl OpenAiRequest {
             n: self.n,
             cache_salt: self.cache_salt.clone().or_else(|| self.extra_key.clone()),
         })
+    }
+
+    /// The fields that the client sent by another of their names than errors have.
+    pub(crate) fn aliases(&self) -> Aliases {
+        [
+            ("typical_p", "typ_p", self.typical_p.is_none() && self.typ_p.is_some()),
+            (
+                "repetition_penalty",
+                "repeat_penalty",
+                self.repetition_penalty.is_none() && self.repeat_penalty.is_some(),
+            ),
+            ("cache_salt", "extra_key", self.cache_salt.is_none() && self.extra_key.is_some()),
+        ]
+        .into_iter()
+        .filter_map(|(name, sent, differs)| differs.then_some((name, sent)))
+        .collect()
     }
 
     /// What the request says about the precision of its history.

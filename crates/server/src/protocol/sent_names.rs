@@ -5,6 +5,9 @@ use super::ApiError;
 /// Names in the request that was made of a client's, each with the name that the client sent.
 type Fixed = &'static [(&'static str, &'static str)];
 
+/// The same of fields that have several names, of which the client sent another than errors have.
+pub(crate) type Aliases = Vec<(&'static str, &'static str)>;
+
 /// What other routes call a chat's prompt, which is rendered from its messages.
 const CHAT: Fixed = &[("prompt", "messages")];
 
@@ -28,18 +31,31 @@ const MESSAGES: Fixed = &[
     ("continue_final_message", "messages"),
 ];
 
-/// What the engine and the sampling parameters of all routes call fields of `/generate` with a text.
-const GENERATE_TEXT: Fixed = &[
+/// What the engine and the parts that all routes share call fields of `/generate`.
+const GENERATE: Fixed = &[
     ("prompt", "text"),
+    ("logprobs", "top_logprobs_num"),
+    ("prompt_logprobs", "top_logprobs_num"),
     ("max_tokens", "sampling_params.max_new_tokens"),
     ("min_tokens", "sampling_params.min_new_tokens"),
-];
-
-/// The same with token ids.
-const GENERATE_IDS: Fixed = &[
-    ("prompt", "input_ids"),
-    ("max_tokens", "sampling_params.max_new_tokens"),
-    ("min_tokens", "sampling_params.min_new_tokens"),
+    ("temperature", "sampling_params.temperature"),
+    ("top_p", "sampling_params.top_p"),
+    ("typical_p", "sampling_params.typical_p"),
+    ("top_k", "sampling_params.top_k"),
+    ("min_p", "sampling_params.min_p"),
+    ("seed", "sampling_params.seed"),
+    ("repetition_penalty", "sampling_params.repetition_penalty"),
+    ("presence_penalty", "sampling_params.presence_penalty"),
+    ("frequency_penalty", "sampling_params.frequency_penalty"),
+    ("logit_bias", "sampling_params.logit_bias"),
+    ("stop", "sampling_params.stop"),
+    ("stop_token_ids", "sampling_params.stop_token_ids"),
+    ("n", "sampling_params.n"),
+    ("json_schema", "sampling_params.json_schema"),
+    ("regex", "sampling_params.regex"),
+    ("ebnf", "sampling_params.ebnf"),
+    ("structural_tag", "sampling_params.structural_tag"),
+    ("stop_regex", "sampling_params.stop_regex"),
 ];
 
 /// The fields of llama.cpp's `/completion`.
@@ -50,18 +66,33 @@ const COMPLETION: Fixed =
 #[derive(Clone, Debug)]
 pub(crate) struct SentNames {
     fixed: Fixed,
+    aliases: Aliases,
     paths: Vec<(String, String)>,
 }
 
 impl SentNames {
+    fn new(fixed: Fixed, aliases: Aliases) -> SentNames {
+        SentNames { fixed, aliases, paths: Vec::new() }
+    }
+
     /// Those of a chat, which was not translated.
-    pub(crate) fn of_chat() -> SentNames {
-        SentNames { fixed: CHAT, paths: Vec::new() }
+    pub(crate) fn of_chat(aliases: Aliases) -> SentNames {
+        SentNames::new(CHAT, aliases)
+    }
+
+    /// Those of plain text, which was not translated.
+    pub(crate) fn of_completions(aliases: Aliases) -> SentNames {
+        SentNames::new(&[], aliases)
+    }
+
+    /// Those of a route that calls its prompt `field`.
+    pub(crate) fn of_prompt(field: &'static str) -> SentNames {
+        SentNames::new(&[], vec![("prompt", field)])
     }
 
     /// Those of `/v1/responses`, whose tools are functions without a shell around them.
     pub(super) fn of_responses(places: &[Place], tools: usize) -> SentNames {
-        let mut names = SentNames { fixed: RESPONSES, paths: Vec::new() };
+        let mut names = SentNames::new(RESPONSES, Vec::new());
         names.add_places(places, "call_id");
         for index in 0..tools {
             names.paths.push((format!("tools[{index}].function"), format!("tools[{index}]")));
@@ -71,7 +102,7 @@ impl SentNames {
 
     /// Those of `/v1/messages`.
     pub(super) fn of_messages(places: &[Place], tools: usize) -> SentNames {
-        let mut names = SentNames { fixed: MESSAGES, paths: Vec::new() };
+        let mut names = SentNames::new(MESSAGES, Vec::new());
         names.add_places(places, "tool_use_id");
         for index in 0..tools {
             let (function, tool) = (format!("tools[{index}].function"), format!("tools[{index}]"));
@@ -81,15 +112,14 @@ impl SentNames {
         names
     }
 
-    /// Those of `/generate`, whose prompt has one of two names.
-    pub(crate) fn of_generate(with_ids: bool) -> SentNames {
-        let fixed = if with_ids { GENERATE_IDS } else { GENERATE_TEXT };
-        SentNames { fixed, paths: Vec::new() }
+    /// Those of `/generate`.
+    pub(crate) fn of_generate(aliases: Aliases) -> SentNames {
+        SentNames::new(GENERATE, aliases)
     }
 
     /// Those of `/completion`.
     pub(crate) fn of_completion() -> SentNames {
-        SentNames { fixed: COMPLETION, paths: Vec::new() }
+        SentNames::new(COMPLETION, Vec::new())
     }
 
     fn add_places(&mut self, places: &[Place], id: &str) {
@@ -118,7 +148,8 @@ impl SentNames {
     /// What the client called a field, if it called it something else: the longest name that the path begins with is
     /// replaced.
     fn sent(&self, path: &str) -> Option<String> {
-        let fixed = self.fixed.iter().copied();
+        // Of names of one length the last one counts.
+        let fixed = self.fixed.iter().chain(&self.aliases).copied();
         let paths = self.paths.iter().map(|(name, sent)| (name.as_str(), sent.as_str()));
         let rest = |name: &str| {
             let rest = path.strip_prefix(name)?;
@@ -196,6 +227,6 @@ mod tests {
     #[test]
     fn an_error_without_a_field_stays_as_it_is() {
         let error = ApiError::bad_request("prompt");
-        assert_eq!(SentNames::of_chat().restore(error.clone()), error);
+        assert_eq!(SentNames::of_chat(Vec::new()).restore(error.clone()), error);
     }
 }

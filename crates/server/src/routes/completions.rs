@@ -17,7 +17,7 @@ use super::collect::{FinishedChoice, collect};
 use super::{chunk_head, finish_name, fresh_id};
 use crate::http::JsonBody;
 use crate::http::sse::{EventWriter, stream, write_done, write_event, write_json};
-use crate::protocol::{AnswerFormat, ApiError, OpenAiRequest, Prompt, RequestKind, Usage};
+use crate::protocol::{AnswerFormat, ApiError, OpenAiRequest, Prompt, RequestKind, SentNames, Usage};
 use crate::requests::{AnswerStream, PromptEvent, PromptRequest, request_id};
 use crate::routes::constrain::{asked_form, token_filter};
 use crate::routes::logprobs::{
@@ -90,7 +90,14 @@ pub(crate) async fn completions(
 ) -> Result<Response, ApiError> {
     let id = fresh_id("cmpl-");
     let own = id.clone();
-    let (asked, memory) = app.encode_body(memory, move |app| Asked::read(app, request, &own)).await?;
+    let read = move |app: &AppState| {
+        let names = SentNames::of_completions(request.aliases());
+        match Asked::read(app, request, &own) {
+            Ok(asked) => Ok((asked, names)),
+            Err(error) => Err(names.restore(error)),
+        }
+    };
+    let ((asked, names), memory) = app.encode_body(memory, read).await?;
     let Asked { prompts: prepared, options, format, rid, streams, includes_usage, echo, lists_prompt } =
         asked;
     let logprobs = options.logprobs;
@@ -102,7 +109,7 @@ pub(crate) async fn completions(
         echoes.push(echo);
         asked.push(PromptRequest { id: Arc::clone(&rid), prompt: ids, options: options.clone(), filter });
     }
-    let mut answers = AnswerStream::submit(&app, asked)?;
+    let mut answers = AnswerStream::submit(&app, asked).map_err(|error| names.restore(error))?;
     drop(memory);
     let end_tokens = EndTokens::new(app.model.tokenizer(), &options);
     if streams {
@@ -116,11 +123,13 @@ pub(crate) async fn completions(
             begun: HashSet::new(),
             wants_logprobs: logprobs.is_some(),
             end_tokens,
+            names,
             app,
         };
         return Ok(stream(answers, writer));
     }
-    let whole = collect(&mut answers, echoes.len(), options.n, logprobs.is_some()).await?;
+    let whole = collect(&mut answers, echoes.len(), options.n, logprobs.is_some()).await;
+    let whole = whole.map_err(|error| names.restore(error))?;
     let mut usage = Usage::default();
     let mut choices = Vec::with_capacity(whole.len());
     for FinishedChoice { prompt, choice, tokens, summary } in whole {
@@ -228,6 +237,7 @@ struct CompletionWriter {
     begun: HashSet<usize>,
     wants_logprobs: bool,
     end_tokens: EndTokens,
+    names: SentNames,
 }
 
 impl CompletionWriter {
@@ -315,7 +325,7 @@ impl EventWriter for CompletionWriter {
                 let echo = self.echo(prompt, index).unwrap_or_default();
                 self.chunk(index, &echo, None, Some(&summary), out);
             }
-            Event::Failed { error, .. } => write_event(out, &ApiError::from(&*error).body()),
+            Event::Failed { error, .. } => write_event(out, &self.names.restore((&*error).into()).body()),
             Event::Scored { prompt: list } => self.scored(prompt, &list, out),
             Event::Prefill { .. } => {}
         }

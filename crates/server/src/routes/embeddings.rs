@@ -12,7 +12,7 @@ use super::collect::collect;
 use super::fresh_id;
 use crate::http::JsonBody;
 use crate::protocol::{
-    ApiError, EmbeddingEncoding, EmbeddingsRequest, Prompt, RequestKind, SamplingFields, Usage,
+    ApiError, EmbeddingEncoding, EmbeddingsRequest, Prompt, RequestKind, SamplingFields, SentNames, Usage,
 };
 use crate::requests::{AnswerStream, PromptRequest, request_id};
 use crate::state::AppState;
@@ -50,6 +50,7 @@ pub(crate) async fn embeddings(
 pub(super) struct Computation {
     answers: AnswerStream,
     count: usize,
+    names: SentNames,
 }
 
 impl Computation {
@@ -64,7 +65,7 @@ impl Computation {
         app: &Arc<AppState>,
         id: &Arc<str>,
         prompts: Vec<(Vec<u32>, GenerateOptions)>,
-        field: &str,
+        field: &'static str,
     ) -> Result<Computation, ApiError> {
         let context = app.engine.info().context;
         for (prompt, _) in &prompts {
@@ -84,12 +85,15 @@ impl Computation {
         });
         let asked: Vec<PromptRequest> = asked.collect();
         let count = asked.len();
-        Ok(Computation { answers: AnswerStream::submit(app, asked)?, count })
+        let names = SentNames::of_prompt(field);
+        let answers = AnswerStream::submit(app, asked).map_err(|error| names.restore(error))?;
+        Ok(Computation { answers, count, names })
     }
 
     /// Waits for all prompts, and gives what is known of them in order.
     pub(super) async fn summaries(mut self) -> Result<Vec<Summary>, ApiError> {
-        let whole = collect(&mut self.answers, self.count, 1, false).await?;
+        let whole = collect(&mut self.answers, self.count, 1, false).await;
+        let whole = whole.map_err(|error| self.names.restore(error))?;
         if whole.iter().any(|answer| answer.summary.finish == FinishReason::Cancelled) {
             return Err(ApiError::aborted());
         }

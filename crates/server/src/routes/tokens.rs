@@ -88,27 +88,30 @@ impl TokenizeRequest {
         }
         // llama.cpp's clients send `content`, and expect no begin token unless they ask for it.
         let add_special = self.add_special_tokens.or(self.add_special).unwrap_or(self.content.is_none());
-        let Some(prompt) = self.prompt.or(self.text).or(self.content.map(OneOrMany::One)) else {
+        let sent =
+            [("prompt", self.prompt), ("text", self.text), ("content", self.content.map(OneOrMany::One))];
+        let Some((field, prompt)) = sent.into_iter().find_map(|(name, text)| Some((name, text?))) else {
             return Err(ApiError::bad_field("prompt", "there is neither a prompt nor messages"));
         };
         let many = matches!(prompt, OneOrMany::Many(_));
         let texts = prompt.into_vec();
         let bytes: usize = texts.iter().map(String::len).sum();
         if bytes > MAX_TEXT_BYTES {
-            let message = format!("prompt has {bytes} bytes of text, at most {MAX_TEXT_BYTES} are tokenized");
-            return Err(ApiError::bad_field("prompt", message));
+            let message =
+                format!("{field} has {bytes} bytes of text, at most {MAX_TEXT_BYTES} are tokenized");
+            return Err(ApiError::bad_field(field, message));
         }
         let parse_special = self.parse_special.unwrap_or(true);
         let tokenizer = app.model.tokenizer();
         let encode = |text: &String| {
             if add_special && parse_special {
-                return app.model.encode(text, "prompt");
+                return app.model.encode(text, field);
             }
             let encoded = match parse_special {
                 true => tokenizer.encode_with_special_tokens_parsed(text, false),
                 false => tokenizer.encode(text, add_special),
             };
-            encoded.map_err(|error| text_error("prompt", &error))
+            encoded.map_err(|error| text_error(field, &error))
         };
         let mut lists = texts.iter().map(encode).collect::<Result<Vec<_>, ApiError>>()?;
         let with_pieces = self.with_pieces.unwrap_or(false);
@@ -117,16 +120,16 @@ impl TokenizeRequest {
         }
         if many {
             let count: Vec<usize> = lists.iter().map(Vec::len).collect();
-            return written(app, "prompt", &Tokenized { tokens: lists, count, max_model_len });
+            return written(app, field, &Tokenized { tokens: lists, count, max_model_len });
         }
         let ids = lists.pop().unwrap_or_default();
         let count = ids.len();
         if !with_pieces {
-            return written(app, "prompt", &Tokenized { tokens: ids, count, max_model_len });
+            return written(app, field, &Tokenized { tokens: ids, count, max_model_len });
         }
-        at_most("prompt", "tokens", count, MAX_PIECES)?;
+        at_most(field, "tokens", count, MAX_PIECES)?;
         let tokens: Vec<Piece<'_>> = ids.iter().map(|&id| Piece::new(id, bytes_of(tokenizer, id))).collect();
-        written(app, "prompt", &Tokenized { tokens, count, max_model_len })
+        written(app, field, &Tokenized { tokens, count, max_model_len })
     }
 }
 

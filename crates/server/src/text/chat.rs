@@ -209,9 +209,11 @@ fn checked(index: usize, mut message: Value) -> Result<Value, ApiError> {
     };
     fields.insert("content".to_owned(), content.into());
     // The old name of a single call.
+    let mut old = false;
     match fields.remove("function_call") {
         Some(call @ Value::Object(_)) if !fields.contains_key("tool_calls") => {
             fields.insert("tool_calls".to_owned(), json!([{"type": "function", "function": call}]));
+            old = true;
         }
         _ => {}
     }
@@ -222,7 +224,9 @@ fn checked(index: usize, mut message: Value) -> Result<Value, ApiError> {
             for (number, call) in calls.iter_mut().enumerate() {
                 let name = call.get("function").and_then(|function| function.get("name"));
                 if name.and_then(Value::as_str).is_none_or(str::is_empty) {
-                    let field = here(&format!(".tool_calls[{number}].function.name"));
+                    let call =
+                        if old { ".function_call" } else { &format!(".tool_calls[{number}].function") };
+                    let field = here(&format!("{call}.name"));
                     return Err(ApiError::bad_field(field.clone(), format!("{field} must be a text")));
                 }
                 read_arguments(call);
@@ -322,6 +326,10 @@ mod tests {
             (
                 json!({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}),
                 "messages[0].content[0]",
+            ),
+            (
+                json!({"messages": [user, {"role": "assistant", "function_call": {"arguments": "{}"}}]}),
+                "messages[1].function_call.name",
             ),
         ] {
             let error = chat(request.clone()).unwrap_err();

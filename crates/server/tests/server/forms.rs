@@ -130,7 +130,7 @@ async fn a_regex_ends_an_answer() {
     let sampling = json!({"max_new_tokens": 4, "stop_regex": ["("]});
     let error =
         server.post("/generate", json!({"text": "a", "sampling_params": sampling})).await.refused(400);
-    assert_eq!(error["param"], "stop_regex");
+    assert_eq!(error["param"], "sampling_params.stop_regex");
 }
 
 #[tokio::test]

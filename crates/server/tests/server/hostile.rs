@@ -270,6 +270,8 @@ async fn texts_and_tokens_without_an_answer_are_bounded_too() {
         ("/tokenize", json!({"prompt": "1".repeat((4 << 20) + 1)}), "prompt", "4194304"),
         ("/tokenize", json!({"prompt": vec!["1".repeat(1 << 20); 5]}), "prompt", "4194304"),
         ("/tokenize", json!({"prompt": "1".repeat(300_000), "with_pieces": true}), "prompt", "262144"),
+        ("/tokenize", json!({"content": "1".repeat(300_000), "with_pieces": true}), "content", "262144"),
+        ("/tokenize", json!({"text": "1".repeat((4 << 20) + 1)}), "text", "4194304"),
         ("/tokenize", json!({"messages": long}), "messages", "1000"),
         ("/oscar/cache", json!({"messages": long}), "messages", "1000"),
         ("/detokenize", json!({"tokens": vec![5; 262_145]}), "tokens", "262144"),
@@ -298,7 +300,7 @@ async fn answers_of_tokens_are_bounded_and_counted() {
         ("/detokenize", json!({"tokens": the, "skip_special_tokens": true}), "tokens"),
         ("/tokenize", json!({"prompt": "1".repeat(40_000)}), "prompt"),
         ("/tokenize", json!({"prompt": ["1".repeat(20_000), "1".repeat(20_000)]}), "prompt"),
-        ("/tokenize", json!({"content": "1".repeat(4000), "with_pieces": true}), "prompt"),
+        ("/tokenize", json!({"content": "1".repeat(4000), "with_pieces": true}), "content"),
     ] {
         let error = server.post(path, body).await.refused(400);
         assert_eq!(error["param"], field, "{path}: {error}");

@@ -1,10 +1,14 @@
 //! Errors name fields as the client sent them, also where a request is translated before it is checked.
 
-use oscar_engine::MockOptions;
-use oscar_server::ServerOptions;
+use std::sync::Arc;
+
+use oscar_engine::{
+    EngineError, EngineInfo, EngineStats, Event, MockEngine, MockOptions, Request, RequestHandle, Serve, Sink,
+};
+use oscar_server::{Server, ServerOptions};
 use serde_json::{Value, json};
 
-use crate::support::{mock, mock_with};
+use crate::support::{TEMPLATE, TestServer, mock, mock_with, served};
 
 /// A tool of OpenAI's `/v1/responses` and of `/v1/messages`.
 fn tools(name: &str) -> (Value, Value) {
@@ -111,4 +115,113 @@ async fn a_prompt_that_does_not_fit_has_the_name_of_its_route() {
     let error = server.post("/generate", request).await.refused(400);
     assert_eq!(error["param"], "sampling_params.min_new_tokens", "{error}");
     assert!(error["message"].as_str().unwrap().starts_with("sampling_params.min_new_tokens"), "{error}");
+}
+
+/// Fields that have several names.
+#[tokio::test]
+async fn fields_with_several_names_are_named_as_they_were_sent() {
+    let server = mock();
+    let messages = json!([{"role": "user", "content": "a"}]);
+    let salt = "s".repeat(2000);
+    let both = [
+        (json!({"typ_p": 2}), "typ_p"),
+        (json!({"typical_p": 2, "typ_p": 0.5}), "typical_p"),
+        (json!({"repeat_penalty": -1}), "repeat_penalty"),
+        (json!({"repetition_penalty": -1, "repeat_penalty": 1}), "repetition_penalty"),
+        (json!({"extra_key": salt}), "extra_key"),
+        (json!({"cache_salt": salt}), "cache_salt"),
+        (json!({"logprobs": true, "top_logprobs": 101}), "top_logprobs"),
+        (json!({"n_probs": 101}), "n_probs"),
+    ];
+    let generate = [
+        (json!({"extra_key": salt}), "extra_key"),
+        (json!({"return_logprob": true, "top_logprobs_num": 101}), "top_logprobs_num"),
+        (json!({"sampling_params": {"seed": 0.5}}), "sampling_params.seed"),
+        (json!({"sampling_params": {"sampling_seed": 0.5}}), "sampling_params.sampling_seed"),
+        (json!({"sampling_params": {"typical_p": 2}}), "sampling_params.typical_p"),
+        (json!({"sampling_params": {"regex": "("}}), "sampling_params.regex"),
+        (json!({"sampling_params": {"n": 0}}), "sampling_params.n"),
+        (json!({"sampling_params": [{"top_k": -5}], "text": ["a"]}), "sampling_params.top_k"),
+    ];
+    let completion =
+        [(json!({"repeat_penalty": -1}), "repeat_penalty"), (json!({"n_probs": 101}), "n_probs")];
+    let far = json!([4_000_000]);
+    for (path, request, cases) in [
+        ("/v1/chat/completions", json!({"messages": messages}), &both[..]),
+        ("/v1/completions", json!({"prompt": "a"}), &both),
+        ("/generate", json!({"text": "a"}), &generate),
+        ("/completion", json!({"prompt": "a"}), &completion),
+        ("/v1/embeddings", json!({}), &[(json!({"input": far}), "input")]),
+        ("/generate", json!({}), &[(json!({"input_ids": far}), "input_ids")]),
+    ] {
+        for (extra, param) in cases {
+            let mut request = request.clone();
+            request.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+            let error = server.post(path, request).await.refused(400);
+            assert_eq!(error["param"], *param, "{path} {extra:.100}: {error}");
+            let message = error["message"].as_str().unwrap();
+            let other = |name: &str| message.contains(name) && !param.contains(name);
+            let others = ["typical_p", "repetition_penalty", "cache_salt", "logit", " logprobs"];
+            assert!(!others.into_iter().any(other), "{path}: {message}");
+        }
+    }
+}
+
+/// Fails every answer when it would have finished, with an error about this option.
+struct FailsLate(MockEngine, &'static str);
+
+impl Serve for FailsLate {
+    fn submit(&self, request: Request, mut sink: Sink) -> Result<RequestHandle, EngineError> {
+        let name = self.1;
+        let failing = move |event| {
+            sink(match event {
+                Event::Finished { choice, .. } => {
+                    let (value, expected) = ("9".to_owned(), "less".to_owned());
+                    let error = EngineError::BadOption { name, value, expected };
+                    Event::Failed { choice, error: Arc::new(error) }
+                }
+                event => event,
+            });
+        };
+        self.0.submit(request, Box::new(failing))
+    }
+
+    fn info(&self) -> &EngineInfo {
+        self.0.info()
+    }
+
+    fn stats(&self) -> EngineStats {
+        self.0.stats()
+    }
+
+    fn flush(&self) {
+        self.0.flush();
+    }
+}
+
+#[tokio::test]
+async fn errors_in_streams_name_the_fields_that_were_sent() {
+    let messages = json!([{"role": "user", "content": "a"}]);
+    for (path, request, name, sent) in [
+        ("/v1/chat/completions", json!({"messages": messages, "max_tokens": 3}), "prompt", "messages"),
+        ("/v1/chat/completions", json!({"messages": messages, "typ_p": 0.9}), "typical_p", "typ_p"),
+        ("/v1/completions", json!({"prompt": "a", "typ_p": 0.9}), "typical_p", "typ_p"),
+        ("/v1/responses", json!({"input": "a"}), "max_tokens", "max_output_tokens"),
+        ("/v1/messages", json!({"messages": messages, "max_tokens": 3}), "stop", "stop_sequences"),
+        ("/generate", json!({"input_ids": [3]}), "prompt", "input_ids"),
+        ("/completion", json!({"prompt": "a", "n_predict": 3}), "max_tokens", "n_predict"),
+    ] {
+        let engine = Arc::new(FailsLate(MockEngine::new(MockOptions::default()), name));
+        let serve = Arc::clone(&engine) as Arc<dyn Serve>;
+        let server = Server::new(serve, served(TEMPLATE), ServerOptions::default());
+        let server = TestServer { engine, server: Arc::new(server) };
+        let told = |text: &str| text.contains(&format!("\"{sent} is 9, expected less\""));
+        let whole = server.post(path, request.clone()).await;
+        assert!(whole.status == 400 && told(&whole.text), "{path}: {}", whole.text);
+        let mut streamed = request;
+        streamed["stream"] = true.into();
+        let answer = server.post(path, streamed).await;
+        let (_, last) = answer.text.trim_end().rsplit_once("data: {").unwrap();
+        assert!(answer.status == 200 && told(last), "{path}: {}", answer.text);
+    }
 }

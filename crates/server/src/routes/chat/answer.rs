@@ -1,6 +1,6 @@
 //! One answer as a list of parts, for interfaces whose answers are blocks or items, streamed or not.
 
-use oscar_engine::{Event, Summary, Token};
+use oscar_engine::{EngineError, Event, Summary, Token};
 
 use super::{Turn, is_cut_off};
 use crate::parse::{Change, OutputParser, Part, Parts};
@@ -32,11 +32,11 @@ impl PartsAnswer {
                     self.finish(&summary);
                     return Ok(*summary);
                 }
-                Event::Failed { error, .. } => return Err(self.turn.names.restore(ApiError::from(&*error))),
+                Event::Failed { error, .. } => return Err(self.error(&error)),
                 Event::Prefill { .. } | Event::Scored { .. } => {}
             }
         }
-        Err(oscar_engine::EngineError::Stopped.into())
+        Err(EngineError::Stopped.into())
     }
 
     /// Takes a token and gives what it changed.
@@ -62,6 +62,11 @@ impl PartsAnswer {
         self.parts.finish(&mut changes);
         self.turn.remember(summary);
         changes
+    }
+
+    /// An error of the engine, under the names that the client sent.
+    pub(crate) fn error(&self, error: &EngineError) -> ApiError {
+        self.turn.names.restore(error.into())
     }
 
     /// The parts of the answer so far.

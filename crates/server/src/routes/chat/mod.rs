@@ -37,7 +37,8 @@ pub(crate) async fn chat_completions(
     let read = |app: &AppState| {
         request.leave_fields_of_completions();
         request.check_fields(RequestKind::Chat, app.options.unknown_fields)?;
-        Ok((request, SentNames::of_chat(), ()))
+        let names = SentNames::of_chat(request.aliases());
+        Ok((request, names, ()))
     };
     let (turn, mut answers, ()) = Turn::begin(&app, memory, &id, read).await?;
     if turn.streams {

@@ -10,7 +10,7 @@ use serde_json::json;
 use super::{Turn, chat_finish, is_cut_off};
 use crate::http::sse::{EventWriter, write_done, write_event, write_json};
 use crate::parse::{OutputParser, Piece};
-use crate::protocol::{ApiError, Usage};
+use crate::protocol::Usage;
 use crate::requests::PromptEvent;
 use crate::routes::chunk_head;
 use crate::routes::completions::matched;
@@ -139,7 +139,9 @@ impl EventWriter for ChatWriter {
         match delivered.event {
             Event::Token { choice, token } => self.token(choice, &token, out),
             Event::Finished { choice, summary } => self.finished(choice, &summary, out),
-            Event::Failed { error, .. } => write_event(out, &ApiError::from(&*error).body()),
+            Event::Failed { error, .. } => {
+                write_event(out, &self.turn.names.restore((&*error).into()).body());
+            }
             Event::Prefill { .. } | Event::Scored { .. } => {}
         }
     }

@@ -28,12 +28,14 @@ pub(crate) async fn generate(
     JsonBody(mut request, memory): JsonBody<GenerateRequest>,
 ) -> Result<Response, ApiError> {
     request.leave_empty_prompt();
-    let names = SentNames::of_generate(request.input_ids.is_some());
-    let (batch, memory) = app.encode_body(memory, move |app| Batch::read(app, request)).await?;
+    let names = SentNames::of_generate(request.aliases());
+    let batch = app.encode_body(memory, move |app| Batch::read(app, request)).await;
+    let (batch, memory) = batch.map_err(|error| names.restore(error))?;
     let Batch { prompts, formats, is_list, streams } = batch;
     let mut filters = Vec::with_capacity(formats.len());
     for format in formats {
-        filters.push(token_filter(&app, format, None).await?);
+        let filter = token_filter(&app, format, None).await;
+        filters.push(filter.map_err(|error| names.restore(error))?);
     }
     let (count, choices) = (prompts.len(), prompts[0].options.n);
     let mut shapes = Vec::with_capacity(count);
@@ -49,7 +51,7 @@ pub(crate) async fn generate(
     let many = is_list || choices > 1;
     if streams {
         let begun = answers.begun();
-        return Ok(stream(answers, GenerateWriter::new(app, shapes, many, begun)));
+        return Ok(stream(answers, GenerateWriter::new(app, shapes, names, many, begun)));
     }
     let begun = answers.begun();
     let keep_tokens = shapes.iter().any(|shape| shape.listing.is_some());

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::answer::Shape;
 use crate::http::sse::{EventWriter, write_done, write_event};
-use crate::protocol::ApiError;
+use crate::protocol::SentNames;
 use crate::requests::PromptEvent;
 use crate::state::AppState;
 
@@ -20,6 +20,7 @@ use crate::state::AppState;
 pub(super) struct GenerateWriter {
     app: Arc<AppState>,
     shapes: Vec<Shape>,
+    names: SentNames,
     /// Whether there are several answers, which then carry an index.
     many: bool,
     begun: Instant,
@@ -41,11 +42,17 @@ struct Growing {
 }
 
 impl GenerateWriter {
-    pub(super) fn new(app: Arc<AppState>, shapes: Vec<Shape>, many: bool, begun: Instant) -> GenerateWriter {
+    pub(super) fn new(
+        app: Arc<AppState>,
+        shapes: Vec<Shape>,
+        names: SentNames,
+        many: bool,
+        begun: Instant,
+    ) -> GenerateWriter {
         let n = shapes.first().map_or(1, |shape| shape.n);
         let choices = vec![Growing::default(); shapes.len() * n];
         let prompts = vec![(0, 0); shapes.len()];
-        GenerateWriter { app, shapes, many, begun, choices, n, prompts }
+        GenerateWriter { app, shapes, names, many, begun, choices, n, prompts }
     }
 
     fn write(&self, index: usize, mut answer: Value, out: &mut BytesMut) {
@@ -80,7 +87,7 @@ impl EventWriter for GenerateWriter {
                 let answer = shape.finished(&self.app, choice, &summary, &growing.tokens, elapsed);
                 self.write(index, answer, out);
             }
-            Event::Failed { error, .. } => write_event(out, &ApiError::from(&*error).body()),
+            Event::Failed { error, .. } => write_event(out, &self.names.restore((&*error).into()).body()),
         }
     }
 

@@ -5,7 +5,7 @@ use oscar_engine::Event;
 
 use super::answer::Shape;
 use crate::http::sse::{EventWriter, write_event};
-use crate::protocol::ApiError;
+use crate::protocol::SentNames;
 use crate::requests::PromptEvent;
 
 /// Writes the events of a streamed `/completion`.
@@ -38,7 +38,9 @@ impl EventWriter for LlamaWriter {
             Event::Finished { summary, .. } => {
                 write_event(out, &self.shape.finished(prompt, &summary, &[], false));
             }
-            Event::Failed { error, .. } => write_event(out, &ApiError::from(&*error).body()),
+            Event::Failed { error, .. } => {
+                write_event(out, &SentNames::of_completion().restore((&*error).into()).body());
+            }
             Event::Scored { .. } => {}
         }
     }

@@ -100,7 +100,7 @@ impl EventWriter for MessageWriter {
                 self.changes(changes, out);
             }
             Event::Finished { summary, .. } => self.finished(&summary, out),
-            Event::Failed { error, .. } => self.failed(&ApiError::from(&*error), out),
+            Event::Failed { error, .. } => self.failed(&self.answer.error(&error), out),
         }
     }
 

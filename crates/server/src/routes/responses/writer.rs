@@ -152,7 +152,7 @@ impl EventWriter for ResponseWriter {
                 self.changes(changes, "completed", out);
             }
             Event::Finished { summary, .. } => self.finished(&summary, out),
-            Event::Failed { error, .. } => self.failed(&ApiError::from(&*error), out),
+            Event::Failed { error, .. } => self.failed(&self.answer.error(&error), out),
         }
     }
 
