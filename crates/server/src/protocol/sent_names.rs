@@ -90,24 +90,28 @@ impl SentNames {
         SentNames::new(&[], vec![("prompt", field)])
     }
 
-    /// Those of `/v1/responses`, whose tools are functions without a shell around them.
-    pub(super) fn of_responses(places: &[Place], tools: usize) -> SentNames {
+    /// Those of `/v1/responses`, whose tools are functions without a shell around them. `tools` has the index in the request
+    /// of each tool.
+    pub(super) fn of_responses(places: &[Place], tools: &[usize]) -> SentNames {
         let mut names = SentNames::new(RESPONSES, Vec::new());
         names.add_places(places, "call_id");
-        for index in 0..tools {
-            names.paths.push((format!("tools[{index}].function"), format!("tools[{index}]")));
+        for (index, sent) in tools.iter().enumerate() {
+            let (tool, sent) = (format!("tools[{index}]"), format!("tools[{sent}]"));
+            names.paths.push((format!("{tool}.function"), sent.clone()));
+            names.paths.push((tool, sent));
         }
         names
     }
 
-    /// Those of `/v1/messages`.
-    pub(super) fn of_messages(places: &[Place], tools: usize) -> SentNames {
+    /// Those of `/v1/messages`, as with [`SentNames::of_responses`].
+    pub(super) fn of_messages(places: &[Place], tools: &[usize]) -> SentNames {
         let mut names = SentNames::new(MESSAGES, Vec::new());
         names.add_places(places, "tool_use_id");
-        for index in 0..tools {
-            let (function, tool) = (format!("tools[{index}].function"), format!("tools[{index}]"));
-            names.paths.push((format!("{function}.parameters"), format!("{tool}.input_schema")));
-            names.paths.push((function, tool));
+        for (index, sent) in tools.iter().enumerate() {
+            let (tool, sent) = (format!("tools[{index}]"), format!("tools[{sent}]"));
+            names.paths.push((format!("{tool}.function.parameters"), format!("{sent}.input_schema")));
+            names.paths.push((format!("{tool}.function"), sent.clone()));
+            names.paths.push((tool, sent));
         }
         names
     }
@@ -189,7 +193,7 @@ mod tests {
     fn the_longest_name_is_replaced_in_field_and_message() {
         let calls = vec!["input[2]".to_owned(), "input[3]".to_owned()];
         let places = [Place::new("instructions"), Place { message: "input[1]".into(), calls }];
-        let names = SentNames::of_responses(&places, 1);
+        let names = SentNames::of_responses(&places, &[0]);
         for (param, sent) in [
             ("messages[0]", "instructions"),
             ("messages[1]", "input[1]"),
@@ -216,10 +220,10 @@ mod tests {
 
     #[test]
     fn schemas_of_messages_have_their_own_name() {
-        let names = SentNames::of_messages(&[Place::new("system")], 2);
+        let names = SentNames::of_messages(&[Place::new("system")], &[0, 3]);
         let sent = |param: &str| restored(&names, param, "").0;
-        assert_eq!(sent("tools[1].function.parameters"), "tools[1].input_schema");
-        assert_eq!(sent("tools[1].function.name"), "tools[1].name");
+        assert_eq!(sent("tools[1].function.parameters"), "tools[3].input_schema");
+        assert_eq!(sent("tools[1].function.name"), "tools[3].name");
         assert_eq!(sent("messages[0].tool_call_id"), "system.tool_use_id");
         assert_eq!(sent("stop"), "stop_sequences");
     }

@@ -52,6 +52,8 @@ fn routes() -> BTreeSet<Operation> {
 fn fields(source: &str, name: &str) -> BTreeSet<String> {
     let (_, body) = source.split_once(&format!("struct {name} {{\n")).unwrap();
     let (body, _) = body.split_once("\n}").unwrap();
+    // What the server adds to it comes last.
+    let body = body.split_once("#[serde(skip)]").map_or(body, |(body, _)| body);
     let lines = body
         .lines()
         .map(|line| line.trim().trim_start_matches("pub(crate) ").trim_start_matches("pub(super) "));

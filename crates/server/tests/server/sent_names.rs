@@ -5,7 +5,7 @@ use std::sync::Arc;
 use oscar_engine::{
     EngineError, EngineInfo, EngineStats, Event, MockEngine, MockOptions, Request, RequestHandle, Serve, Sink,
 };
-use oscar_server::{Server, ServerOptions};
+use oscar_server::{Server, ServerOptions, UnknownFields};
 use serde_json::{Value, json};
 
 use crate::support::{TEMPLATE, TestServer, mock, mock_with, served};
@@ -115,6 +115,30 @@ async fn a_prompt_that_does_not_fit_has_the_name_of_its_route() {
     let error = server.post("/generate", request).await.refused(400);
     assert_eq!(error["param"], "sampling_params.min_new_tokens", "{error}");
     assert!(error["message"].as_str().unwrap().starts_with("sampling_params.min_new_tokens"), "{error}");
+}
+
+/// Tools that are left out because they would be the server's still count.
+#[tokio::test]
+async fn tools_have_the_index_of_the_request() {
+    let options = ServerOptions { unknown_fields: UnknownFields::Ignore, ..ServerOptions::default() };
+    let server = mock_with(MockOptions::default(), options);
+    let messages = json!([{"role": "user", "content": "a"}]);
+    let search = json!({"type": "web_search", "name": "search"});
+    for bad in ["no name", "f"] {
+        let (function, tool) = tools(bad);
+        let flat = json!([search, tools("f").0[0], search, function[0]]);
+        let error = server.post("/v1/responses", json!({"input": "a", "tools": flat})).await.refused(400);
+        assert_eq!(error["param"], "tools[3].name", "{error}");
+        let own = json!([search, tools("f").1[0], search, tool[0]]);
+        let request = json!({"messages": messages, "max_tokens": 5, "tools": own});
+        for path in ["/v1/messages", "/v1/messages/count_tokens"] {
+            let answer = server.post(path, request.clone()).await;
+            assert!(answer.status == 400 && answer.text.contains("`tools[3].name`"), "{}", answer.text);
+        }
+    }
+    let request = json!({"messages": messages, "max_tokens": 5, "tools": [search, {"name": "f"}]});
+    let answer = server.post("/v1/messages", request).await;
+    assert!(answer.status == 400 && answer.text.contains("tools[1].input_schema"), "{}", answer.text);
 }
 
 /// Fields that have several names.

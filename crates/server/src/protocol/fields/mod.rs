@@ -144,16 +144,27 @@ pub(crate) fn says_nothing(value: &Value) -> bool {
     }
 }
 
-/// Takes out the tools whose type is another than that of a tool of the client, if what is unknown is to be ignored.
-pub(crate) fn leave_tools_of_servers(tools: Option<&mut Vec<Value>>, own: &str, policy: UnknownFields) {
-    let Some(tools) = tools.filter(|_| policy == UnknownFields::Ignore) else { return };
+/// Takes out the tools whose type is another than that of a tool of the client, if what is unknown is to be ignored. Returns
+/// the index in the request of each tool that is left.
+pub(crate) fn leave_tools_of_servers(
+    tools: Option<&mut Vec<Value>>,
+    own: &str,
+    policy: UnknownFields,
+) -> Vec<usize> {
+    let Some(tools) = tools else { return Vec::new() };
+    let (mut left, mut index) = (Vec::with_capacity(tools.len()), 0);
     tools.retain(|tool| {
         let kind = tool.get("type").and_then(Value::as_str).unwrap_or(own);
-        if kind != own {
+        let stays = kind == own || policy == UnknownFields::Refuse;
+        if stays {
+            left.push(index);
+        } else {
             tracing::debug!(kind = &kind[..kind.floor_char_boundary(MAX_NAME)], "a tool is ignored");
         }
-        kind == own
+        index += 1;
+        stays
     });
+    left
 }
 
 impl Known {

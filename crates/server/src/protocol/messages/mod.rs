@@ -43,6 +43,10 @@ pub(crate) struct MessagesRequest {
 
     #[serde(flatten)]
     pub(crate) unread: UnreadFields,
+
+    /// The index that each of the tools had in the body, when the fields have been checked.
+    #[serde(skip)]
+    tool_places: Vec<usize>,
 }
 
 /// The field `thinking`: whether the model is to reason before it answers. A budget for it is ignored.
@@ -69,7 +73,7 @@ impl MessagesRequest {
     /// Refuses fields that nobody reads, also within others. Where they are to be ignored, so are tools that the server
     /// would have to have itself.
     pub(crate) fn check_fields(&mut self, policy: UnknownFields) -> Result<(), ApiError> {
-        leave_tools_of_servers(self.tools.as_mut(), "custom", policy);
+        self.tool_places = leave_tools_of_servers(self.tools.as_mut(), "custom", policy);
         self.unread.check(RequestKind::Messages, policy)?;
         if let Some(Object(thinking)) = &self.thinking {
             thinking.unread.check(RequestKind::Thinking, policy)?;
@@ -105,7 +109,7 @@ impl MessagesRequest {
             chat.messages.insert(0, json!({"role": "system", "content": content}));
             chat.places.insert(0, Place::new("system"));
         }
-        let names = SentNames::of_messages(&chat.places, self.tools.as_ref().map_or(0, Vec::len));
+        let names = SentNames::of_messages(&chat.places, &self.tool_places);
         let mut variables = self.chat_template_kwargs.unwrap_or_default();
         let thinks = self.thinking.map(|Object(thinking)| thinking.wanted()).transpose()?;
         if let Some(thinks) = thinks.flatten() {
@@ -119,7 +123,7 @@ impl MessagesRequest {
             rid: self.rid,
             messages: Some(chat.messages),
             continue_final_message: chat.continues.then_some(true),
-            tools: self.tools.map(tools).transpose()?,
+            tools: self.tools.map(|list| tools(list, &self.tool_places)).transpose()?,
             tool_choice,
             parallel_tool_calls: parallel,
             chat_template_kwargs: Some(variables),
@@ -157,9 +161,10 @@ impl Thinking {
     }
 }
 
-/// Translates tools into functions of OpenAI's interface.
-fn tools(tools: Vec<Value>) -> Result<Vec<Value>, ApiError> {
+/// Translates tools, which had these places in the request, into functions of OpenAI's interface.
+fn tools(tools: Vec<Value>, places: &[usize]) -> Result<Vec<Value>, ApiError> {
     let convert = |(index, tool): (usize, Value)| {
+        let index = places.get(index).unwrap_or(&index);
         let here = |field: &str| format!("tools[{index}]{field}");
         let wrong = |field: &str, problem: &str| {
             ApiError::bad_field(here(field), format!("{} {problem}", here(field)))
@@ -237,7 +242,9 @@ mod tests {
         for (name, value) in extra.as_object().unwrap() {
             request[name] = value.clone();
         }
-        parse::<MessagesRequest>(request.to_string().as_bytes())?.into_chat().map(|(request, _)| request)
+        let mut request = parse::<MessagesRequest>(request.to_string().as_bytes())?;
+        request.check_fields(UnknownFields::Refuse)?;
+        request.into_chat().map(|(request, _)| request)
     }
 
     #[test]

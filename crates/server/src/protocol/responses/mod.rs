@@ -58,6 +58,10 @@ pub(crate) struct ResponsesRequest {
 
     #[serde(flatten)]
     pub(crate) unread: UnreadFields,
+
+    /// The index that each of the tools had in the body, when the fields have been checked.
+    #[serde(skip)]
+    tool_places: Vec<usize>,
 }
 
 /// The field `text`: what the answer must look like.
@@ -82,7 +86,7 @@ impl ResponsesRequest {
     /// Refuses fields that nobody reads, also within others. Where they are to be ignored, so are tools that the server
     /// would have to have itself.
     pub(crate) fn check_fields(&mut self, policy: UnknownFields) -> Result<(), ApiError> {
-        leave_tools_of_servers(self.tools.as_mut(), "function", policy);
+        self.tool_places = leave_tools_of_servers(self.tools.as_mut(), "function", policy);
         self.unread.check(RequestKind::Responses, policy)?;
         if let Some(Object(text)) = &self.text {
             text.unread.check(RequestKind::TextSettings, policy)?;
@@ -101,7 +105,7 @@ impl ResponsesRequest {
             messages.insert(0, json!({"role": "system", "content": instructions}));
             places.insert(0, Place::new("instructions"));
         }
-        let names = SentNames::of_responses(&places, self.tools.as_ref().map_or(0, Vec::len));
+        let names = SentNames::of_responses(&places, &self.tool_places);
         let mut variables = self.chat_template_kwargs.unwrap_or_default();
         let effort = self.reasoning.and_then(|Object(reasoning)| reasoning.effort);
         // Templates that let models think or not know this name.
@@ -114,7 +118,7 @@ impl ResponsesRequest {
             stream: self.stream,
             rid: self.rid,
             messages: Some(messages),
-            tools: self.tools.map(tools).transpose()?,
+            tools: self.tools.map(|list| tools(list, &self.tool_places)).transpose()?,
             tool_choice: self
                 .tool_choice
                 .filter(|choice| !says_nothing(choice))
@@ -191,9 +195,10 @@ impl ResponsesRequest {
     }
 }
 
-/// Tools as chats have them: what describes a function goes into an object of its own.
-fn tools(tools: Vec<Value>) -> Result<Vec<Value>, ApiError> {
+/// Tools as chats have them: what describes a function goes into an object of its own. They had these places in the request.
+fn tools(tools: Vec<Value>, places: &[usize]) -> Result<Vec<Value>, ApiError> {
     let convert = |(index, mut tool): (usize, Value)| {
+        let index = places.get(index).unwrap_or(&index);
         let field = format!("tools[{index}].type");
         match tool.get("type").and_then(Value::as_str) {
             Some("function") => {}
@@ -254,7 +259,9 @@ mod tests {
         for (name, value) in extra.as_object().unwrap() {
             request[name] = value.clone();
         }
-        parse::<ResponsesRequest>(request.to_string().as_bytes())?.into_chat().map(|(request, _)| request)
+        let mut request = parse::<ResponsesRequest>(request.to_string().as_bytes())?;
+        request.check_fields(UnknownFields::Refuse)?;
+        request.into_chat().map(|(request, _)| request)
     }
 
     #[test]
