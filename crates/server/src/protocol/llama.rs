@@ -12,6 +12,9 @@ use super::{AnswerFormat, ApiError, OneOrMany, PrecisionFields, Prompt, UnreadFi
 /// What `false` in a `logit_bias` adds to a logit: enough that the token is never drawn.
 const NEVER: f32 = -1e9;
 
+/// The most bytes of all texts in a `logit_bias`, each of which is tokenized.
+const MAX_BIASED_BYTES: usize = 64 << 10;
+
 /// The body of a request to `/completion`.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
@@ -102,37 +105,76 @@ pub(super) fn repetition_penalty(penalty: Option<f32>, last: Option<i64>) -> Res
 fn logit_bias(value: &Value, tokenizer: &Tokenizer) -> Result<HashMap<String, f32>, ApiError> {
     let wrong =
         || ApiError::bad_field("logit_bias", "logit_bias must be a list of pairs of a token and a number");
-    let pairs: Vec<(Value, &Value)> = match value {
-        Value::Array(list) => {
-            let pair = |entry: &'_ Value| match entry.as_array().map(Vec::as_slice) {
-                Some([token, _]) => Some(token.clone()),
-                _ => None,
-            };
-            let tokens = list.iter().map(pair).collect::<Option<Vec<Value>>>().ok_or_else(wrong)?;
-            tokens.into_iter().zip(list.iter().map(|entry| &entry[1])).collect()
-        }
+    let pairs: Vec<(Biased<'_>, &Value)> = match value {
+        Value::Array(list) => list.iter().map(pair).collect::<Option<_>>().ok_or_else(wrong)?,
         // The names of fields are texts, also where they are ids.
         Value::Object(fields) => {
-            let token =
-                |name: &String| name.parse::<u64>().map_or_else(|_| name.as_str().into(), Value::from);
-            fields.iter().map(|(name, bias)| (token(name), bias)).collect()
+            let tokens = fields.keys().map(|name| name.parse().map_or(Biased::Text(name), Biased::Id));
+            tokens.zip(fields.values()).collect()
         }
         _ => return Err(wrong()),
     };
-    at_most("logit_bias", "entries", pairs.len(), MAX_BIASES)?;
+    // Before any text is turned into tokens, and again for the tokens that texts stand for.
+    let count = |entries| at_most("logit_bias", "entries", entries, MAX_BIASES);
+    count(pairs.len())?;
+    let bytes = pairs.iter().map(|(token, _)| match token {
+        Biased::Text(text) => text.len(),
+        Biased::Id(_) => 0,
+    });
+    at_most("logit_bias", "bytes of text", bytes.sum(), MAX_BIASED_BYTES)?;
     let mut biases = HashMap::new();
     for (token, bias) in pairs {
         let bias = match bias {
             Value::Bool(false) => NEVER,
             other => other.as_f64().ok_or_else(wrong)? as f32,
         };
-        let ids = match &token {
-            Value::String(text) => {
+        let ids = match token {
+            Biased::Text(text) => {
                 tokenizer.encode(text, false).map_err(|error| text_error("logit_bias", &error))?
             }
-            id => vec![id.as_u64().and_then(|id| u32::try_from(id).ok()).ok_or_else(wrong)?],
+            Biased::Id(id) => vec![u32::try_from(id).map_err(|_| wrong())?],
         };
         biases.extend(ids.into_iter().map(|id| (id.to_string(), bias)));
+        count(biases.len())?;
     }
     Ok(biases)
+}
+
+/// A token of a `logit_bias`, or a text whose tokens are meant.
+enum Biased<'v> {
+    Id(u64),
+    Text(&'v str),
+}
+
+fn pair(entry: &Value) -> Option<(Biased<'_>, &Value)> {
+    match entry.as_array()?.as_slice() {
+        [Value::String(text), bias] => Some((Biased::Text(text), bias)),
+        [id, bias] => Some((Biased::Id(id.as_u64()?), bias)),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::grammar::testing::tokenizer;
+
+    #[test]
+    fn biases_are_bounded_before_texts_become_tokens() {
+        let tokenizer = tokenizer("default");
+        let read = |value: Value| logit_bias(&value, &tokenizer);
+        assert_eq!(read(json!([["a", 1], [3, false]])).unwrap()["3"], NEVER);
+        assert_eq!(read(json!({"3": 2.0})).unwrap()["3"], 2.0);
+        // The first text could be refused for its tokens only after all of them had been made.
+        for (value, limit) in [
+            (json!([["a".repeat(MAX_BIASED_BYTES), 1], ["b", 1]]), "65536 are read"),
+            (json!({"a".repeat(MAX_BIASED_BYTES + 1): 1}), "65536 are read"),
+            (json!(vec![json!(["a", 1]); MAX_BIASES + 1]), "4096 are read"),
+        ] {
+            let error = read(value).unwrap_err();
+            assert_eq!(error.param(), Some("logit_bias"));
+            assert!(error.to_string().contains(limit), "{error}");
+        }
+        assert!(read(json!([["a".repeat(MAX_BIASED_BYTES), 1]])).is_ok());
+    }
 }

@@ -214,6 +214,7 @@ async fn fields_that_are_kept_are_bounded() {
     let rid = "r".repeat(257);
     let (tokens, biases) = (vec![1; 1025], (0..4097).map(|id| (id.to_string(), json!(1))));
     let biases: serde_json::Map<String, serde_json::Value> = biases.collect();
+    let long_tools = json!([{"name": "f", "input_schema": {"x": "a".repeat(2 << 20)}}]);
     for (path, body, field, limit) in [
         ("/v1/chat/completions", json!({"messages": messages, "rid": rid}), "rid", "256"),
         ("/v1/completions", json!({"prompt": "a", "rid": rid}), "rid", "256"),
@@ -247,6 +248,19 @@ async fn fields_that_are_kept_are_bounded() {
                 {"type": "function", "function": {"name": "f", "parameters": {"x": "a".repeat(2 << 20)}}}]}),
             "tools",
             "1048576",
+        ),
+        (
+            "/v1/messages",
+            json!({"messages": messages, "max_tokens": 1, "tools": long_tools}),
+            "tools",
+            "1048576",
+        ),
+        ("/v1/messages/count_tokens", json!({"messages": messages, "tools": long_tools}), "tools", "1048576"),
+        (
+            "/completion",
+            json!({"prompt": "a", "logit_bias": [["a".repeat(1 << 20), 1]]}),
+            "logit_bias",
+            "65536",
         ),
     ] {
         let answer = server.post(path, body).await;

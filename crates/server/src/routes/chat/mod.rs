@@ -16,7 +16,7 @@ use serde_json::json;
 
 pub(crate) use self::answer::PartsAnswer;
 use self::message::message_json;
-pub(crate) use self::turn::{Turn, render};
+pub(crate) use self::turn::{Turn, check_tools, render};
 use self::writer::ChatWriter;
 use super::collect::{FinishedChoice, collect};
 use super::completions::matched;

@@ -152,9 +152,7 @@ impl Prepared {
         let prompt_logprobs = request.prompt_logprobs()?;
         let options = GenerateOptions { logprobs, prompt_logprobs, new_text, ..sampling_fields };
         let mut options = request.precision().apply(app.engine.info(), options)?;
-        if let Some(tools) = &request.tools {
-            short_json("tools", tools, MAX_TOOLS_BYTES)?;
-        }
+        check_tools(&request)?;
         let format = request.answer_format()?;
         let tools = if format.wants_calls() { format.tools.clone() } else { Vec::new() };
         let separate_reasoning = request.separates_reasoning();
@@ -184,6 +182,11 @@ impl Prepared {
             separate_reasoning,
         })
     }
+}
+
+/// Refuses tools that are too long together, before they are copied.
+pub(crate) fn check_tools(request: &OpenAiRequest) -> Result<(), ApiError> {
+    request.tools.as_ref().map_or(Ok(()), |tools| short_json("tools", tools, MAX_TOOLS_BYTES))
 }
 
 /// Renders the chat of a request and tokenizes it. For chats of any length, this is work for [`AppState::encode`].

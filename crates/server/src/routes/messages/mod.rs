@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 pub(crate) use self::error::{is_path, reshape};
 use self::message::whole_message;
 use self::writer::MessageWriter;
-use super::chat::{PartsAnswer, Turn, render};
+use super::chat::{PartsAnswer, Turn, check_tools, render};
 use super::fresh_id;
 use crate::http::JsonBody;
 use crate::http::sse::stream;
@@ -51,8 +51,8 @@ pub(crate) async fn count_tokens(
         let (mut request, names) = request.into_unlimited()?;
         app.model.check_name(request.model.as_deref())?;
         // What would be refused has no tokens either.
-        let format = request.answer_format();
-        let rendered = format.and_then(|_| render(app, &mut request, None));
+        let refused = check_tools(&request).and_then(|()| request.answer_format());
+        let rendered = refused.and_then(|_| render(app, &mut request, None));
         rendered.map(|rendered| rendered.ids.len()).map_err(|error| names.restore(error))
     };
     let (tokens, _memory) = app.encode_body(memory, count).await?;
