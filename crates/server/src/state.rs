@@ -15,8 +15,12 @@ use crate::options::ServerOptions;
 use crate::protocol::ApiError;
 use crate::text::{ConversationMemory, ServedModel};
 
-/// Texts of more bytes are tokenized on a thread of their own, not on those that serve connections.
-const LONG_TEXT_BYTES: usize = 16 << 10;
+/// Texts of more bytes are rendered and tokenized on a thread of their own, not on those that serve connections: a template
+/// over messages of one letter and the tokenizer take about a millisecond for so many bytes, and 8 to 16 for 16 KiB.
+const SHORT_TEXT_BYTES: usize = 1 << 10;
+
+/// Bodies of more bytes are parsed there too, which takes a fraction of that.
+const SHORT_BODY_BYTES: usize = 16 << 10;
 
 /// What all requests share.
 pub(crate) struct AppState {
@@ -31,8 +35,10 @@ pub(crate) struct AppState {
     pub(crate) started: SystemTime,
     pub(crate) grammars: OnceLock<Result<GrammarFactory, GrammarError>>,
     draining: AtomicBool,
-    /// Permits for parsing and tokenizing long texts, one for each core.
+    /// Permits for parsing and tokenizing long texts, one for each core, and as many for texts of some KiB, which are done
+    /// in milliseconds and must not wait for megabytes.
     encoders: Arc<Semaphore>,
+    short_encoders: Arc<Semaphore>,
     /// The memory for bodies that are being read or parsed.
     pub(crate) bodies: Arc<BodyBudget>,
 }
@@ -54,6 +60,7 @@ impl AppState {
             grammars: OnceLock::new(),
             draining: AtomicBool::new(false),
             encoders: Arc::new(Semaphore::new(cores)),
+            short_encoders: Arc::new(Semaphore::new(cores)),
         }
     }
 
@@ -97,16 +104,17 @@ impl AppState {
         Ok(())
     }
 
-    /// Does work on a text of `bytes`, such as tokenizing it. Long texts must not hold up other connections.
+    /// Does work on a text of `bytes`, such as tokenizing it, which must not hold up other connections.
     pub(crate) async fn encode<T: Send + 'static>(
         self: &Arc<AppState>,
         bytes: usize,
         work: impl FnOnce(&AppState) -> Result<T, ApiError> + Send + 'static,
     ) -> Result<T, ApiError> {
-        if bytes <= LONG_TEXT_BYTES {
+        if bytes <= SHORT_TEXT_BYTES {
             return work(self);
         }
-        let place = Arc::clone(&self.encoders).acquire_owned().await;
+        let places = if bytes <= SHORT_BODY_BYTES { &self.short_encoders } else { &self.encoders };
+        let place = Arc::clone(places).acquire_owned().await;
         let place = place.map_err(|error| ApiError::internal(&error))?;
         let app = Arc::clone(self);
         let work = move || {
@@ -124,6 +132,18 @@ impl AppState {
         work: impl FnOnce(&AppState) -> Result<T, ApiError> + Send + 'static,
     ) -> Result<(T, BodyMemory), ApiError> {
         self.encode(memory.len(), move |app| Ok((work(app)?, memory))).await
+    }
+
+    /// The same for work that is much less than tokenizing, such as parsing.
+    pub(crate) async fn parse_body<T: Send + 'static>(
+        self: &Arc<AppState>,
+        memory: BodyMemory,
+        work: impl FnOnce(&AppState) -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<(T, BodyMemory), ApiError> {
+        if memory.len() <= SHORT_BODY_BYTES {
+            return Ok((work(self)?, memory));
+        }
+        self.encode_body(memory, work).await
     }
 }
 

@@ -31,7 +31,7 @@ impl<T: DeserializeOwned + Send + 'static> FromRequest<Arc<AppState>> for JsonBo
     async fn from_request(request: Request, app: &Arc<AppState>) -> Result<Self, ApiError> {
         check_content_type(request.headers())?;
         let (bytes, memory) = read(request, app).await?;
-        let (value, memory) = app.encode_body(memory, move |_| parse(&bytes)).await?;
+        let (value, memory) = app.parse_body(memory, move |_| parse(&bytes)).await?;
         Ok(JsonBody(value, memory))
     }
 }
@@ -59,7 +59,7 @@ impl<T: DeserializeOwned + Default + Send + 'static> FromRequest<Arc<AppState>> 
         if bytes.iter().all(u8::is_ascii_whitespace) {
             return Ok(OptionalJsonBody(T::default()));
         }
-        app.encode_body(memory, move |_| parse(&bytes)).await.map(|(value, _)| OptionalJsonBody(value))
+        app.parse_body(memory, move |_| parse(&bytes)).await.map(|(value, _)| OptionalJsonBody(value))
     }
 }
 
@@ -99,7 +99,7 @@ async fn read(request: Request, app: &Arc<AppState>) -> Result<(Bytes, BodyMemor
     }
     let bytes = bytes.freeze();
     let counted = bytes.clone();
-    let (values, mut memory) = app.encode_body(memory, move |_| check_values(&counted)).await?;
+    let (values, mut memory) = app.parse_body(memory, move |_| check_values(&counted)).await?;
     memory.hold_contents(values).await?;
     Ok((bytes, memory))
 }

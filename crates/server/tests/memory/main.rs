@@ -228,6 +228,33 @@ async fn large_bodies_are_work_for_other_threads() {
     }
 }
 
+/// A body of some KiB is parsed where it arrives, and what is longer work than that is done elsewhere.
+#[tokio::test]
+async fn small_bodies_are_tokenized_on_other_threads_too() {
+    let _alone = alone().await;
+    let server = server();
+    let words = "the end and ".repeat(1000);
+    let messages = json!([{"role": "user", "content": words}]);
+    let biases: Vec<Value> = (0..300).map(|n| json!([format!("the end {n}"), 1])).collect();
+    for (path, body, status) in [
+        ("/tokenize", json!({"prompt": words}), 200),
+        ("/tokenize", json!({"messages": messages}), 200),
+        ("/v1/messages/count_tokens", json!({"messages": messages}), 200),
+        ("/v1/chat/completions", json!({"messages": messages}), 400),
+        ("/v1/completions", json!({"prompt": words}), 400),
+        ("/v1/embeddings", json!({"input": words}), 400),
+        ("/generate", json!({"text": words}), 400),
+        ("/completion", json!({"prompt": "a", "n_predict": 0, "logit_bias": biases}), 200),
+    ] {
+        let (router, request) = (server.router(), request(path, &body));
+        let before = CALLS.get();
+        let answer = router.oneshot(request).await.unwrap();
+        let calls = CALLS.get() - before;
+        assert_eq!(answer.status(), status, "{path}");
+        assert!(calls < 2500, "{path}: {calls} calls");
+    }
+}
+
 #[tokio::test]
 async fn lists_of_tokens_are_written_as_they_are() {
     let _alone = alone().await;
