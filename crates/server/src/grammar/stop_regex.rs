@@ -41,6 +41,8 @@ struct Visits {
     last: Vec<u64>,
     place: u64,
     open: Vec<StateID>,
+    /// The states to which the byte at the place leads.
+    next: Vec<StateID>,
 }
 
 impl StopRegex {
@@ -77,34 +79,34 @@ impl StopRegex {
         let begin = text.len();
         text.extend_from_slice(self.tokenizer.token_bytes(token).unwrap_or_default());
         for at in begin..text.len() {
-            let Some(next) = self.visits.step(&self.program, &self.states, &text, at) else {
+            if self.visits.match_ends(&self.program, &self.states, &text, at) {
                 self.found = true;
                 return;
-            };
-            self.states = next;
+            }
+            std::mem::swap(&mut self.states, &mut self.visits.next);
         }
         // The end of the answer so far is its end, as long as nothing follows.
-        self.found = self.visits.step(&self.program, &self.states, &text, text.len()).is_none();
+        self.found = self.visits.match_ends(&self.program, &self.states, &text, text.len());
         text.drain(..text.len().saturating_sub(LOOK_BEHIND));
         self.tail = text;
     }
 }
 
 impl Visits {
-    /// The states to which the byte at a place leads, or `None` where a match ends before it. Behind the end of the text
-    /// there is no byte, and so no state.
-    fn step(&mut self, program: &NFA, states: &[StateID], text: &[u8], at: usize) -> Option<Vec<StateID>> {
+    /// Whether a match ends before the byte at a place. Otherwise `self.next` are the states to which the byte leads; behind
+    /// the end of the text there is no byte, and so no state.
+    fn match_ends(&mut self, program: &NFA, states: &[StateID], text: &[u8], at: usize) -> bool {
         self.place += 1;
         self.open.clear();
         self.open.extend(states);
+        self.next.clear();
         let byte = text.get(at).copied();
-        let mut next = Vec::new();
         while let Some(id) = self.open.pop() {
             if std::mem::replace(&mut self.last[id.as_usize()], self.place) == self.place {
                 continue;
             }
             let to = match program.state(id) {
-                State::Match { .. } => return None,
+                State::Match { .. } => return true,
                 State::Fail => None,
                 State::Look { look, next } => {
                     if program.look_matcher().matches(*look, text, at) {
@@ -130,9 +132,9 @@ impl Visits {
                 State::Sparse(list) => byte.and_then(|byte| list.matches_byte(byte)),
                 State::Dense(list) => byte.and_then(|byte| list.matches_byte(byte)),
             };
-            next.extend(to);
+            self.next.extend(to);
         }
-        Some(next)
+        false
     }
 }
 

@@ -265,3 +265,27 @@ async fn lists_of_tokens_are_written_as_they_are() {
     let grown = peak(&server, "/tokenize", json!({"prompt": "1".repeat(2 * MIB)}), 200).await;
     assert!(grown < 300 * MIB, "{} MiB", grown / MIB);
 }
+
+/// The thread of the engine looks at every byte of an answer that a regular expression may end, between two tokens of
+/// everybody.
+#[tokio::test]
+async fn looking_for_the_end_of_an_answer_takes_no_memory_for_each_byte() {
+    let _alone = alone().await;
+    let server = server();
+    // What is asked for and its bytes, less what a single token needs: that includes compiling the expression.
+    let calls = async |stop: Value| {
+        let mut counted = Vec::new();
+        for tokens in [1, 1, 30] {
+            let body = json!({"prompt": "a", "max_tokens": tokens, "seed": 3, "bad_words": ["qqq"], "stop_regex": stop});
+            let before = ALL_CALLS.load(Ordering::Relaxed);
+            let answer = server.send(request("/v1/completions", &body)).await.ok();
+            assert_eq!(answer["usage"]["completion_tokens"], tokens, "{answer}");
+            let bytes = answer["choices"][0]["text"].as_str().unwrap().len();
+            counted.push((ALL_CALLS.load(Ordering::Relaxed) - before, bytes));
+        }
+        (counted[2].0 - counted[1].0, counted[2].1 - counted[1].1)
+    };
+    let ((without, bytes), (with, _)) =
+        (calls(Value::Null).await, calls(json!("(?s)[^\u{1}]{0,9}\u{1}")).await);
+    assert!(bytes > 100 && with < without + bytes / 4, "{with} and {without} calls for {bytes} bytes");
+}
