@@ -142,15 +142,15 @@ impl BodyMemory {
         let either = async {
             tokio::select! {
                 biased;
-                bytes = take(&budget.bytes, needed) => (Some(bytes), None),
-                room = take(&budget.room, 1) => (None, Some(room)),
+                bytes = take(&budget.bytes, needed) => (bytes, false),
+                room = take(&budget.room, 1) => (room, true),
             }
         };
-        let (bytes, room) = self.wait(either).await?;
-        self.room = room.transpose()?;
-        match (&mut self.bytes, bytes.transpose()?) {
-            (Some(all), Some(bytes)) => all.merge(bytes),
-            (none, bytes) => *none = bytes,
+        let (taken, is_room) = self.wait(either).await?;
+        match &mut self.bytes {
+            _ if is_room => self.room = Some(taken?),
+            Some(bytes) => bytes.merge(taken?),
+            none => *none = Some(taken?),
         }
         Ok(())
     }

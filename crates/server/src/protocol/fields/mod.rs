@@ -45,7 +45,7 @@ pub(crate) enum RequestKind {
 }
 
 impl RequestKind {
-    /// What errors call it.
+    /// What errors call it: a route, or the field of a body in which the fields are.
     fn name(self) -> &'static str {
         match self {
             RequestKind::Chat => "/v1/chat/completions",
@@ -53,6 +53,7 @@ impl RequestKind {
             RequestKind::Responses => "/v1/responses",
             RequestKind::Messages => "/v1/messages",
             RequestKind::Generate => "/generate",
+            RequestKind::SamplingParams => "sampling_params",
             RequestKind::Completion => "/completion",
             RequestKind::Tokenize => "/tokenize",
             RequestKind::Detokenize => "/detokenize",
@@ -60,31 +61,18 @@ impl RequestKind {
             RequestKind::Score => "/v1/score",
             RequestKind::Cache => "/oscar/cache",
             RequestKind::Abort => "/abort_request",
-            RequestKind::SamplingParams
-            | RequestKind::StreamOptions
-            | RequestKind::TextSettings
-            | RequestKind::ReasoningSettings
-            | RequestKind::Thinking
-            | RequestKind::OutputConfig => self.within().unwrap_or_default(),
-        }
-    }
-
-    /// The field of the body in which the fields are, if they are not in the body itself.
-    fn within(self) -> Option<&'static str> {
-        match self {
-            RequestKind::SamplingParams => Some("sampling_params"),
-            RequestKind::StreamOptions => Some("stream_options"),
-            RequestKind::TextSettings => Some("text"),
-            RequestKind::ReasoningSettings => Some("reasoning"),
-            RequestKind::Thinking => Some("thinking"),
-            RequestKind::OutputConfig => Some("output_config"),
-            _ => None,
+            RequestKind::StreamOptions => "stream_options",
+            RequestKind::TextSettings => "text",
+            RequestKind::ReasoningSettings => "reasoning",
+            RequestKind::Thinking => "thinking",
+            RequestKind::OutputConfig => "output_config",
         }
     }
 
     /// The path of a field in the body.
     fn path(self, field: &str) -> String {
-        self.within().map_or_else(|| field.to_owned(), |within| format!("{within}.{field}"))
+        let name = self.name();
+        if name.starts_with('/') { field.to_owned() } else { format!("{name}.{field}") }
     }
 }
 
