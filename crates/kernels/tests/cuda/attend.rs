@@ -264,7 +264,7 @@ pub(super) fn attention(cpu: &CpuBackend, cuda: &CudaBackend, quick: bool) -> us
             // The processor's queries have 15 bits in all bands, those of the card one byte in some.
             let bytes = sealed.is_some_and(|sealed| rounds_queries(sealed, group));
             // Windows are read by the kernel of chunks.
-            let limit = match (bytes, extras.window.is_some()) {
+            let limit: f64 = match (bytes, extras.window.is_some()) {
                 (true, _) => 4e-2,
                 (false, true) => 1e-2,
                 (false, false) => 2e-3,
