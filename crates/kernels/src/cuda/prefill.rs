@@ -83,12 +83,12 @@ pub(super) fn source(shape: &DecodeShape, products: Products) -> Result<Source, 
     }
     let texts = match products {
         Products::Warps => {
-            texts!["primitives.cu", "band_order.cu", "unseal.cu", "many_rows.cu", "prefill.cu"]
+            texts!["primitives.cu", "page_order.cu", "unseal.cu", "many_rows.cu", "prefill.cu"]
         }
         Products::Warpgroups => {
             defines.push(("STAGES", Products::STAGES));
             defines.push(("SEALED_STAGES", Products::SEALED_STAGES));
-            texts!["primitives.cu", "band_order.cu", "unseal.cu", "many_rows.cu", "prefill_wgmma.cu"]
+            texts!["primitives.cu", "page_order.cu", "unseal.cu", "many_rows.cu", "prefill_wgmma.cu"]
         }
     };
     let name = format!("attention of many rows, {} channels, {bits} bits", shape.head_dim);

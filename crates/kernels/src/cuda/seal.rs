@@ -174,7 +174,7 @@ impl SealShape {
             defines.push(("GAUSSIAN_STEP", bits(GAUSSIAN_STEP)));
             defines.extend(names.into_iter().zip(SEARCH_STEPS.map(bits)));
         }
-        let texts = texts!["rounded.cu", "band_order.cu", "rows.cu", "seal_bands.cu", "seal.cu"];
+        let texts = texts!["rounded.cu", "page_order.cu", "rows.cu", "seal_bands.cu", "seal.cu"];
         let bands = if self.order.bands().is_some() { " in bands" } else { "" };
         let name = format!("sealing, {} bits{bands}, {} channels", self.order.bits(), self.order.head_dim());
         Source { name, texts, defines, exact: true }

@@ -221,8 +221,8 @@ impl DecodeShape {
         let texts = texts![
             "ring.cu",
             "primitives.cu",
+            "page_order.cu",
             "codes.cu",
-            "band_order.cu",
             "bands.cu",
             "halves.cu",
             "bytes.cu",

@@ -117,7 +117,7 @@ struct ByteCodes : SealedKeys<2, 0> {
     for (int half = 0; half < 2; half++)
       #pragma unroll
       for (int i = 0; i < CHANNEL_TILES; i++) {
-        if (half == 0 && i % 2 == 0) chunks[i / 2] = *(const uint4*)(values + i / 2 * 512 + lane * 16);
+        if (half == 0 && i % 2 == 0) chunks[i / 2] = *(const uint4*)(values + lane_load(i / 2, lane));
         u32 codes[4];
         #pragma unroll
         for (int e = 0; e < 2; e++)

@@ -188,7 +188,7 @@ struct Keys {
 
   // Scales and offsets of four tokens of a lane, of which a tile has four or eight.
   DEVICE static uint4 four_scales(const u8* scales, int group, int four, int lane) {
-    return *(const uint4*)(scales + group * GROUP_BYTES + four * 128 + (lane >> 2) * 16);
+    return *(const uint4*)(scales + group * GROUP_BYTES + token_scale(4 * four, lane >> 2));
   }
 
   DEVICE static constexpr int later(int i) { return i % 4 < 2 ? 0 : LATER; }
@@ -213,7 +213,7 @@ struct Keys {
             #pragma unroll
             for (int e = 0; e < 2; e++) {
               const int flat = (first + 2 * pair + e) * CHANNEL_STEPS + step, word = flat / WORD_STEPS;
-              if (!(here >> (word / 4) & 1)) chunks[word / 4] = *(const uint4*)(page + word / 4 * 512 + lane * 16);
+              if (!(here >> (word / 4) & 1)) chunks[word / 4] = *(const uint4*)(page + lane_load(word / 4, lane));
               here |= 1u << (word / 4);
               unpack<BITS, QUARTER>(word_of(chunks[word / 4], word % 4), flat % WORD_STEPS, codes[e], codes[e + 2]);
             }

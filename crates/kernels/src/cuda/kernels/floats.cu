@@ -129,10 +129,10 @@ struct Floats {
         u32 b0, b1;
         if (FP8) {
           const int word = j * CHANNEL_STEPS + step;
-          if (word % 4 == 0) chunk = *(const uint4*)(page + word / 4 * 512 + lane * 16);
+          if (word % 4 == 0) chunk = *(const uint4*)(page + lane_load(word / 4, lane));
           widen(word_of(chunk, word % 4), b0, b1);
         } else {
-          if (step % 2 == 0) chunk = squares(page + step / 2 * 512, lane);
+          if (step % 2 == 0) chunk = squares(page + step / 2 * LOAD_BYTES, lane);
           b0 = step % 2 ? chunk.z : chunk.x;
           b1 = step % 2 ? chunk.w : chunk.y;
         }
@@ -220,7 +220,7 @@ struct Floats {
     #pragma unroll
     for (int i = 0; i < CHANNEL_TILES; i++) {
       if (i % 4 == 0) {
-        const u8* values = page + SIDE_BYTES + i / 4 * 512;
+        const u8* values = page + SIDE_BYTES + i / 4 * LOAD_BYTES;
         chunk = FP8 ? *(const uint4*)(values + lane * 16) : squares(values, lane);
       }
       const u32 word = word_of(chunk, i % 4);

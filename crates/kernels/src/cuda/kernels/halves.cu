@@ -126,7 +126,7 @@ struct HalfCodes : SealedKeys<BITS, 4> {
       for (int inner = 0; inner < TILES; inner++) {
         const int i = group * TILES + inner;
         uint4& chunk = chunks[inner / 2];
-        if (half == 0 && inner % 2 == 0) chunk = *(const uint4*)(values + i / 2 * 512 + lane * 16);
+        if (half == 0 && inner % 2 == 0) chunk = *(const uint4*)(values + lane_load(i / 2, lane));
         #pragma unroll
         for (int part = 0; part < 2; part++) {
           u32 codes[4];

@@ -232,10 +232,10 @@ DEVICE u32 group_grid(const Row& row, int rule, float threshold, int begin, int 
 // Puts the codes of a chunk of a key, four to a word, into its page. `held` keeps words that are not full yet.
 DEVICE void put_key(u8* page, const LaneToken& at, int chunk, const u32 (&quads)[8], u32 (&held)[4]) {
   const int flat = at.eight * CHUNKS + chunk, word = flat * BITS / 4;
-  u8* target = page + at.tile * TILE_BYTES + word / 4 * 512 + at.row * 64 + word % 4 * 4;
+  u8* tile = page + at.tile * TILE_BYTES;
   #pragma unroll
   for (int lane = 0; lane < 4; lane++) {
-    u32* out = (u32*)(target + lane * 16);
+    u32* out = (u32*)(tile + lane_word(word, at.row * 4 + lane));
     const u32 codes = quads[lane] | quads[lane + 4] << 4;
     if (BITS == 4) *out = codes;
     else if (SHARED_WORDS) atomicOr(out, codes << 2 * (flat % 2));
@@ -252,7 +252,7 @@ DEVICE void put_value(u8* page, const LaneToken& at, int chunk, const u32 (&quad
   for (int i = 0; i < 2 * COUNT; i++)
     whole[i] = BITS == 4 ? quads[i] : quads[i / 2 * 4 + i % 2] | quads[i / 2 * 4 + 2 + i % 2] << 2;
   const int part = at.token % 8 / 4;
-  u8* target = page + at.tile * TILE_BYTES + KEY_BYTES + chunk * 512 + at.column * 16 + at.token % 4;
+  u8* values = page + at.tile * TILE_BYTES + KEY_BYTES;
   #pragma unroll
   for (int i = 0; i < COUNT; i++) {
     const u32 mine = part ? whole[COUNT + i] : whole[i];
@@ -262,7 +262,7 @@ DEVICE void put_value(u8* page, const LaneToken& at, int chunk, const u32 (&quad
     const int word = BITS == 4 ? quad / 2 : quad / 2 * 2 + at.token / 8;
     #pragma unroll
     for (int byte = 0; byte < 4; byte++)
-      target[(quad % 2 * 4 + byte) * 64 + word * 4] = (u8)(bytes >> 8 * byte);
+      values[lane_word(chunk * 4 + word, (quad % 2 * 4 + byte) * 4 + at.column) + at.token % 4] = (u8)(bytes >> 8 * byte);
   }
 }
 
@@ -305,7 +305,7 @@ DEVICE void seal_row(const Row& row, u32 rule, int side, int token, u8* page) {
     }
     if (corrected) bits = grid.unbiased(along);
     *(u32*)(page + at.tile * TILE_BYTES + SCALES_AT + side * SIDE_SCALE_BYTES + group * TILE_TOKENS * 4
-            + at.eight / 4 * 128 + at.row * 16 + at.eight % 4 * 4) = bits;
+            + token_scale(at.eight, at.row)) = bits;
   }
 }
 #elif BITS == 8
@@ -349,11 +349,12 @@ DEVICE void seal_row(const Row& row, u32, int side, int token, u8* page) {
           | two_e4m3(low_half(b) / scale, high_half(b) / scale) << 16;
       if (side == 0) {
         const int word = token / 8 * (HEAD_DIM / 16) + i / 2;
-        *(u32*)(page + word / 4 * 512 + token % 8 * 64 + (i % 2 * 2 + j) * 16 + word % 4 * 4) = quads[j];
+        *(u32*)(page + lane_word(word, token % 8 * 4 + i % 2 * 2 + j)) = quads[j];
       } else {
-        u8* target = page + KEY_BYTES + i / 4 * 512 + token % 8 / 2 * 16 + i % 4 * 4 + token % 2 * 2 + token / 8;
+        u8* values = page + KEY_BYTES + token % 2 * 2 + token / 8;
         #pragma unroll
-        for (int byte = 0; byte < 4; byte++) target[(j * 4 + byte) * 64] = (u8)(quads[j] >> 8 * byte);
+        for (int byte = 0; byte < 4; byte++)
+          values[lane_word(i, (j * 4 + byte) * 4 + token % 8 / 2)] = (u8)(quads[j] >> 8 * byte);
       }
     }
   }

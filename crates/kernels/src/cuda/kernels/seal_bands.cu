@@ -168,6 +168,6 @@ DEVICE void seal_key(const Row& row, int token, u8* page) {
   #pragma unroll 1
   for (int band = 0; band < BANDS; band++)
     scales |= KeyBand(band).seal(row, at, page, band_bit(band), held) << 8 * band;
-  *(u32*)(page + SCALES_AT + at.eight / 4 * 128 + at.row * 16 + at.eight % 4 * 4) = scales;
+  *(u32*)(page + SCALES_AT + token_scale(at.eight, at.row)) = scales;
 }
 #endif

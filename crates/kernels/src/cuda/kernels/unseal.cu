@@ -45,7 +45,7 @@ struct SealedToken {
     tile = page + token / TILE_TOKENS * SEALED_TILE_BYTES;
     run_token = token % run, column = token % TILE_TOKENS / run;
     eight = run_token / 4 * 2 + run_token % 2, row = 2 * column + run_token % 4 / 2;
-    scales = tile + SEALED_KEY_BYTES + SEALED_VALUE_BYTES + eight / 4 * 128 + row * 16 + eight % 4 * 4;
+    scales = tile + SEALED_KEY_BYTES + SEALED_VALUE_BYTES + token_scale(eight, row);
   }
   DEVICE float2 scale(int side, int group) const {
     return scale_pair(*(const u32*)(scales + side * SEALED_SCALE_BYTES + group * TILE_TOKENS * 4));
@@ -119,7 +119,7 @@ DEVICE void unseal_keys(const u8* page, u8* out, int thread) {
     const float bias = -fmaf(scale.x, OFFSET, scale.y);
     const int flat = place.eight * CHUNKS + channel / 32, inner = channel % 32;
     const int word = flat * SEALED_BITS / 4, shift = code_shift(flat % (4 / SEALED_BITS), inner / 16);
-    const u8* at = place.tile + word / 4 * 512 + (place.row * 4 + inner % 16 / 4) * 16 + word % 4 * 4;
+    const u8* at = place.tile + lane_word(word, place.row * 4 + inner % 16 / 4);
     const uint2 first = four_numbers(*(const u32*)at >> shift & CODES, scale.x, bias);
     const uint2 second = four_numbers(*(const u32*)(at + 16) >> shift & CODES, scale.x, bias);
     *(uint4*)(out + key_square(token, channel)) = make_uint4(first.x, first.y, second.x, second.y);
@@ -147,8 +147,8 @@ DEVICE void unseal_values(const u8* page, u8* out, int thread) {
       const int channel = group * CHANNELS + i, eight = channel / 8;
       const int word = eight * SEALED_BITS / 4 * (TILE_TOKENS / 32) + first.run_token / 8;
       const int half = eight % (4 / SEALED_BITS);
-      const u32 codes = *(const u32*)(first.tile + SEALED_KEY_BYTES + word / 4 * 512
-          + (channel % 8 * 4 + first.column) * 16 + word % 4 * 4);
+      const u32 codes = *(const u32*)(first.tile + SEALED_KEY_BYTES
+          + lane_word(word, channel % 8 * 4 + first.column));
       u32 pairs[4];
       #pragma unroll
       for (int j = 0; j < 4; j++) {
@@ -184,7 +184,7 @@ DEVICE void unseal_keys(const u8* page, u8* out, int thread) {
   #pragma unroll (AT_ONCE<THREADS>)
   for (int channel = thread / PAGE_TOKENS * 8; channel < HEAD_DIM; channel += THREADS / PAGE_TOKENS * 8) {
     const int word = token % 16 / 8 * (HEAD_DIM / 16) + channel / 16;
-    const u8* at = page + token / 16 * SEALED_TILE_BYTES + word / 4 * 512 + (token % 8 * 4 + channel % 16 / 4) * 16 + word % 4 * 4;
+    const u8* at = page + token / 16 * SEALED_TILE_BYTES + lane_word(word, token % 8 * 4 + channel % 16 / 4);
     u32 pairs[4];
     #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -205,8 +205,8 @@ DEVICE void unseal_values(const u8* page, u8* out, int thread) {
   #pragma unroll (AT_ONCE<THREADS>)
   for (int channel = thread % NEIGHBOURS; channel < HEAD_DIM; channel += NEIGHBOURS) {
     const int word = channel / 8;
-    const u8* at = page + eight_tokens / 2 * SEALED_TILE_BYTES + SEALED_KEY_BYTES + word / 4 * 512 + channel % 8 * 64
-        + word % 4 * 4;
+    const u8* at = page + eight_tokens / 2 * SEALED_TILE_BYTES + SEALED_KEY_BYTES
+        + lane_word(word, channel % 8 * 4);
     u32 pairs[4];
     #pragma unroll
     for (int i = 0; i < 4; i++) {

@@ -1,7 +1,18 @@
-// Keys in bands: where the codes of a token lie in the words of a lane. `page_order.rs` defines it; sizes come from there,
-// a hexadecimal digit for each band. Channels come in units of sixteen, of which a lane has four, in the four bytes of a
-// word. The units of a token follow one another inside these bytes, strongest band first; where the bits of a token are no
-// multiple of four, codes would cross bytes, and a unit of all tokens of a lane comes before the next unit instead.
+// Where codes lie in a tile of a page, as `page_order.rs` defines it; sizes come from there. A load gives each of 32 lanes four
+// words of four bytes, in the order in which matrix instructions want them.
+
+constexpr int LOAD_BYTES = 32 * 16;
+// The bytes of a lane in a load, and those of one of its words.
+DEVICE constexpr int lane_load(int load, int lane) { return load * LOAD_BYTES + lane * 16; }
+DEVICE constexpr int lane_word(int word, int lane) { return lane_load(word / 4, lane) + word % 4 * 4; }
+// The four bytes of a token among the scales of a side of codes: those of four tokens of a row of lanes lie side by side, where
+// `eight` says which of the row's tokens it is.
+DEVICE constexpr int token_scale(int eight, int row) { return eight / 4 * 128 + row * 16 + eight % 4 * 4; }
+
+// Keys in bands: where the codes of a token lie in the words of a lane, with a hexadecimal digit for each band. Channels come in
+// units of sixteen, of which a lane has four, in the four bytes of a word. The units of a token follow one another inside these
+// bytes, strongest band first; where the bits of a token are no multiple of four, codes would cross bytes, and a unit of all
+// tokens of a lane comes before the next unit instead.
 
 DEVICE constexpr int band_units(int band) { return BAND_UNITS >> 4 * band & 15; }
 DEVICE constexpr int band_bits(int band) { return BAND_BITS >> 4 * band & 15; }
@@ -31,7 +42,7 @@ DEVICE constexpr int key_bit(int eight, int unit_bit, int bits) {
 }
 // The byte of a word of a lane in the keys of a tile.
 DEVICE constexpr int key_word(int word, int lane) {
-  return word < WHOLE_WORDS ? word / 4 * 512 + lane * 16 + word % 4 * 4
+  return word < WHOLE_WORDS ? lane_word(word, lane)
                             : WHOLE_WORDS * 128 + lane * 8 + (word - WHOLE_WORDS) * 4;
 }
 #endif
