@@ -8,6 +8,9 @@ use serde_json::{Map, Value, json};
 /// little for a model to lose itself in.
 const JSON_BLANKS: &str = r"[ ]{1,2}|\n[ ]{0,40}|\n\t{0,20}";
 
+/// How far an exclusive bound is moved, as a part of the range.
+const STEP: f64 = 1e-9;
+
 /// Keywords whose values are data rather than schemas.
 const DATA: [&str; 5] = ["enum", "const", "default", "examples", "example"];
 
@@ -28,84 +31,103 @@ pub(super) fn prepared(schema: &Value) -> Value {
         Value::Bool(true) | Value::Null => json!({}),
         other => return other.clone(),
     };
-    each_schema(&mut schema, &mut guard_exclusive_bounds);
+    guard_exclusive_bounds(&mut schema);
     // Generators of schemas write `oneOf` for unions whose parts exclude each other, where `anyOf` is the same.
     schema["x-guidance"] = json!({"whitespace_pattern": JSON_BLANKS, "coerce_one_of": true});
     schema
 }
 
 /// Closes objects that list their properties and say nothing of others: small models would add keys until the answer
-/// is full. An object that is put together from several schemas stays open, as each of them sees only a part.
+/// is full. An object that is put together from several schemas stays open, as each of them sees only a part. So does one
+/// that needs more properties than it lists, which nothing could satisfy any more.
 pub(crate) fn closed(schema: &Value) -> Value {
     let mut schema = schema.clone();
-    let parts = parts_of_others(&schema);
-    close(&mut schema, &parts);
+    if let Some(parts) = parts_of_others(&schema) {
+        close(&mut schema, "#", &parts);
+    }
     schema
 }
 
-/// Definitions that are put together with others, through `allOf` or beside other keywords, as `#/$defs/NAME`.
-fn parts_of_others(schema: &Value) -> HashSet<String> {
+/// References to schemas that are put together with others, through `allOf` or beside other keywords. There are none to
+/// be known where one of them does not lead to a place in this schema.
+fn parts_of_others(schema: &Value) -> Option<HashSet<String>> {
     let (mut parts, mut left) = (HashSet::new(), Vec::new());
     find_parts(schema, false, &mut left);
     while let Some(part) = left.pop() {
-        let definition = part.strip_prefix('#').and_then(|path| schema.pointer(path));
-        if let Some(definition) = definition.filter(|_| parts.insert(part.clone())) {
+        let definition = schema.pointer(part.strip_prefix('#')?)?;
+        if parts.insert(part) {
             find_parts(definition, true, &mut left);
         }
     }
-    parts
+    Some(parts)
 }
 
-/// Finds the references of a schema whose objects other schemas describe too; with `shared`, that holds for its own object.
+/// Finds the references of a schema whose objects other schemas describe too; with `shared`, that holds for its own object
+/// and what is in it.
 fn find_parts(schema: &Value, shared: bool, parts: &mut Vec<String>) {
     let Some(fields) = schema.as_object() else { return };
-    let described = ["properties", "required", "allOf", "patternProperties", "additionalProperties", "if"];
-    let shared = shared || described.iter().any(|keyword| fields.contains_key(*keyword));
-    if let Some(Value::String(reference)) = fields.get("$ref").filter(|_| shared) {
+    let described = ["properties", "required", "patternProperties", "additionalProperties", "if"];
+    let composed = ["$ref", "anyOf", "oneOf"].iter().filter(|keyword| fields.contains_key(**keyword)).count();
+    let several = composed + fields.get("allOf").and_then(Value::as_array).map_or(0, Vec::len) > 1;
+    let here = shared || several || described.iter().any(|keyword| fields.contains_key(*keyword));
+    if let Some(Value::String(reference)) = fields.get("$ref").filter(|_| here) {
         parts.push(reference.clone());
     }
     for (keyword, value) in fields {
         match (keyword.as_str(), value) {
-            ("properties" | "patternProperties" | "$defs" | "definitions", Value::Object(named)) => {
+            ("properties" | "patternProperties", Value::Object(named)) => {
+                named.values().for_each(|value| find_parts(value, shared, parts));
+            }
+            ("$defs" | "definitions", Value::Object(named)) => {
                 named.values().for_each(|value| find_parts(value, false, parts));
             }
-            ("allOf", Value::Array(list)) => list.iter().for_each(|value| find_parts(value, true, parts)),
-            ("anyOf" | "oneOf", Value::Array(list)) => {
-                list.iter().for_each(|value| find_parts(value, shared, parts));
+            ("allOf" | "anyOf" | "oneOf", Value::Array(list)) => {
+                list.iter().for_each(|value| find_parts(value, here, parts));
             }
             ("not" | "if" | "then" | "else", value) => find_parts(value, true, parts),
-            ("items" | "additionalProperties", value) => find_parts(value, false, parts),
+            ("items" | "additionalProperties", value) => find_parts(value, shared, parts),
             ("prefixItems", Value::Array(list)) => {
-                list.iter().for_each(|value| find_parts(value, false, parts));
+                list.iter().for_each(|value| find_parts(value, shared, parts));
             }
             _ => {}
         }
     }
 }
 
-/// Closes a schema and those in it, without the definitions that are `parts` of others.
-fn close(schema: &mut Value, parts: &HashSet<String>) {
-    let Some(fields) = schema.as_object_mut() else { return };
+/// Closes a schema and those in it, without those that are `parts` of others. `place` is the reference to it.
+fn close(schema: &mut Value, place: &str, parts: &HashSet<String>) {
+    let Some(fields) = schema.as_object_mut().filter(|_| !parts.contains(place)) else { return };
     let composed = COMPOSED.iter().any(|keyword| fields.contains_key(*keyword));
     let open = !OTHERS.iter().any(|keyword| fields.contains_key(*keyword));
-    if fields.contains_key("properties") && open && !composed {
+    if open && !composed && lists_what_it_needs(fields) {
         fields.insert("additionalProperties".to_owned(), false.into());
     }
     for (keyword, value) in fields.iter_mut() {
         match (keyword.as_str(), value) {
-            ("properties", Value::Object(named)) => {
-                named.values_mut().for_each(|value| close(value, parts));
+            ("properties" | "$defs" | "definitions", Value::Object(named)) => {
+                for (name, value) in named {
+                    let name = name.replace('~', "~0").replace('/', "~1");
+                    close(value, &format!("{place}/{keyword}/{name}"), parts);
+                }
             }
-            ("$defs" | "definitions", Value::Object(named)) => {
-                let whole =
-                    named.iter_mut().filter(|(name, _)| !parts.contains(&format!("#/{keyword}/{name}")));
-                whole.for_each(|(_, value)| close(value, parts));
+            ("items" | "additionalProperties", value) => close(value, &format!("{place}/{keyword}"), parts),
+            ("prefixItems", Value::Array(list)) => {
+                for (index, value) in list.iter_mut().enumerate() {
+                    close(value, &format!("{place}/{keyword}/{index}"), parts);
+                }
             }
-            ("items" | "additionalProperties", value) => close(value, parts),
-            ("prefixItems", Value::Array(list)) => list.iter_mut().for_each(|value| close(value, parts)),
             _ => {}
         }
     }
+}
+
+/// Whether an object has `properties`, and among them all that it must have.
+fn lists_what_it_needs(fields: &Map<String, Value>) -> bool {
+    let Some(listed) = fields.get("properties").and_then(Value::as_object) else { return false };
+    let required = fields.get("required").and_then(Value::as_array).into_iter().flatten();
+    let least = fields.get("minProperties").and_then(Value::as_f64).unwrap_or(0.0);
+    least <= listed.len() as f64
+        && required.into_iter().all(|name| name.as_str().is_some_and(|name| listed.contains_key(name)))
 }
 
 /// Calls a function for a schema and for all schemas in it.
@@ -129,35 +151,64 @@ fn each_schema(schema: &mut Value, change: &mut impl FnMut(&mut Map<String, Valu
     }
 }
 
+/// The bounds of numbers anywhere in a schema. Any two of them may come together, through references or in `allOf`, `anyOf`
+/// and their like.
+#[derive(Default)]
+struct Bounds {
+    lower: Vec<f64>,
+    upper: Vec<f64>,
+}
+
+impl Bounds {
+    fn of(schema: &mut Value) -> Bounds {
+        let mut bounds = Bounds::default();
+        each_schema(schema, &mut |fields| {
+            let number = |name| fields.get(name).and_then(Value::as_f64);
+            bounds.lower.extend(number("minimum").into_iter().chain(number("exclusiveMinimum")));
+            bounds.upper.extend(number("maximum").into_iter().chain(number("exclusiveMaximum")));
+        });
+        bounds
+    }
+
+    /// A number just above this one, which numbers must be greater than, if some upper bound has the same integer part.
+    fn just_above(&self, bound: f64) -> Option<f64> {
+        let shared = |&&other: &&f64| other > bound && other.trunc() == bound;
+        let nearest = self.upper.iter().filter(shared).copied().reduce(f64::min)?;
+        (bound >= 0.0).then(|| (bound + (nearest - bound) * STEP).max(bound.next_up()))
+    }
+
+    /// A number just below this one, which numbers must be less than, if some lower bound has the same integer part.
+    fn just_below(&self, bound: f64) -> Option<f64> {
+        let shared = |&&other: &&f64| other < bound && other.trunc() == bound;
+        let nearest = self.lower.iter().filter(shared).copied().reduce(f64::max)?;
+        (bound <= 0.0).then(|| (bound - (bound - nearest) * STEP).min(bound.next_down()))
+    }
+}
+
 /// Between bounds that share their integer part the library takes the fraction for optional, and with it an exclusive
 /// bound for a value: 0 where `{"exclusiveMinimum": 0, "maximum": 0.5}`. Such a bound is moved by a billionth of the range.
-fn guard_exclusive_bounds(fields: &mut Map<String, Value>) {
-    // The library puts bounds of `allOf` together with those beside it.
-    let others = fields.get("allOf").and_then(Value::as_array).into_iter().flatten();
-    let all: Vec<&Map<String, Value>> =
-        std::iter::once(&*fields).chain(others.filter_map(Value::as_object)).collect();
-    let number = |name: &str, tighter: fn(f64, f64) -> f64| {
-        all.iter().filter_map(|fields| fields.get(name).and_then(Value::as_f64)).reduce(tighter)
-    };
-    let (above, below) = (number("exclusiveMinimum", f64::max), number("exclusiveMaximum", f64::min));
-    let (least, most) = (number("minimum", f64::max), number("maximum", f64::min));
-    let low = above.filter(|&above| least.is_none_or(|least| above >= least));
-    let high = below.filter(|&below| most.is_none_or(|most| below <= most));
-    let floor = low.or(least);
-    let ceiling = high.or(most);
-    let (Some(floor), Some(ceiling)) = (floor, ceiling) else { return };
-    let step = (ceiling - floor) * 1e-9;
-    if step <= 0.0 || floor.trunc() != ceiling.trunc() {
-        return;
-    }
-    if low.is_some_and(|low| low >= 0.0 && low.fract() == 0.0) {
-        fields.remove("exclusiveMinimum");
-        fields.insert("minimum".to_owned(), (floor + step).into());
-    }
-    if high.is_some_and(|high| high <= 0.0 && high.fract() == 0.0) {
-        fields.remove("exclusiveMaximum");
-        fields.insert("maximum".to_owned(), (ceiling - step).into());
-    }
+fn guard_exclusive_bounds(schema: &mut Value) {
+    let bounds = Bounds::of(schema);
+    each_schema(schema, &mut |fields| {
+        for (inclusive, exclusive, lower) in
+            [("minimum", "exclusiveMinimum", true), ("maximum", "exclusiveMaximum", false)]
+        {
+            let beside = fields.get(inclusive).and_then(Value::as_f64);
+            let bound = match fields.get(exclusive) {
+                // The first drafts of JSON Schema say so of the bound beside it.
+                Some(Value::Bool(true)) => beside,
+                other => other.and_then(Value::as_f64),
+            };
+            let moved = bound.and_then(|bound| match lower {
+                true => Some(bounds.just_above(bound)?.max(beside.unwrap_or(bound))),
+                false => Some(bounds.just_below(bound)?.min(beside.unwrap_or(bound))),
+            });
+            if let Some(moved) = moved {
+                fields.remove(exclusive);
+                fields.insert(inclusive.to_owned(), moved.into());
+            }
+        }
+    });
 }
 
 #[cfg(test)]
@@ -188,8 +239,24 @@ mod tests {
                 "additionalProperties": false, "$defs": {"A": d}})
         };
         assert_eq!(closed(&maybe(point())), maybe(shut()));
+        // So do those that are put together at other places, and what is in them.
+        let inside = json!({"properties": {"base": {"properties": {"p": {"$ref": "#/$defs/P"}}},
+            "both": {"allOf": [{"$ref": "#/properties/base"}, {"properties": {"p": {"properties": {"y": {}}}}}]}},
+            "additionalProperties": false, "$defs": {"P": point()}});
+        assert_eq!(closed(&inside), inside);
+        let far =
+            json!({"properties": {"a": point()}, "allOf": [{"$ref": "other.json"}, {"required": ["x"]}]});
+        assert_eq!(closed(&far), far);
+        // Old generators write a reference with a description so.
+        let only = |a: Value| {
+            json!({"properties": {"p": {"allOf": [{"$ref": "#/definitions/A"}], "description": "d"}},
+                "additionalProperties": false, "definitions": {"A": a}})
+        };
+        assert_eq!(closed(&only(point())), only(shut()));
         for open in [
             json!({"type": "object"}),
+            json!({"properties": {"x": {}}, "required": ["x", "y"]}),
+            json!({"properties": {"x": {}}, "minProperties": 2}),
             json!({"properties": {}, "additionalProperties": true}),
             json!({"properties": {}, "patternProperties": {"^x": {}}}),
             json!({"properties": {}, "unevaluatedProperties": {"type": "integer"}}),
@@ -207,7 +274,7 @@ mod tests {
     fn exclusive_bounds_are_moved_only_where_the_library_needs_it() {
         let guarded = |schema: Value| {
             let mut schema = schema;
-            each_schema(&mut schema, &mut guard_exclusive_bounds);
+            guard_exclusive_bounds(&mut schema);
             schema
         };
         for same in [
@@ -229,7 +296,18 @@ mod tests {
         );
         // Bounds in several places, and a property with the name of a keyword.
         let several = json!({"allOf": [{"exclusiveMinimum": 3}, {"maximum": 3.5}]});
-        assert_eq!(guarded(several)["minimum"], 3.0 + 0.5e-9);
+        assert_eq!(guarded(several)["allOf"][0], json!({"minimum": 3.0 + 0.5e-9}));
+        let branches = json!({"exclusiveMinimum": 0, "anyOf": [{"maximum": 0.5}, {"maximum": 0.25}]});
+        assert_eq!(guarded(branches)["minimum"], 0.25e-9);
+        let part = json!({"$ref": "#/$defs/p", "maximum": 0.5, "$defs": {"p": {"exclusiveMinimum": 0}}});
+        assert_eq!(guarded(part)["$defs"]["p"], json!({"minimum": 0.5e-9}));
+        // The form of the first drafts, and bounds between which a billionth of the range is no number.
+        let flag = json!({"minimum": 0, "exclusiveMinimum": true, "maximum": 0.5, "exclusiveMaximum": false});
+        assert_eq!(guarded(flag), json!({"minimum": 0.5e-9, "maximum": 0.5, "exclusiveMaximum": false}));
+        let large = json!({"exclusiveMinimum": 1e7, "maximum": 1e7 + 0.5});
+        assert_eq!(guarded(large)["minimum"], 1e7_f64.next_up());
+        let stricter = json!({"minimum": 0.25, "exclusiveMinimum": 0, "maximum": 0.5});
+        assert_eq!(guarded(stricter)["minimum"], 0.25);
         let named = json!({"properties": {"default": {"exclusiveMinimum": 3, "maximum": 3.5}}});
         assert_eq!(guarded(named)["properties"]["default"]["minimum"], 3.0 + 0.5e-9);
     }

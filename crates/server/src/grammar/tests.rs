@@ -428,6 +428,26 @@ fn exclusive_bounds_within_one_integer_hold() {
             vec!["0", "2", "1.5"],
         ),
         (json!({"type": "number", "minimum": 0, "maximum": 0.5}), vec!["0", "0.5"], vec!["0.6"]),
+        (
+            json!({"type": "number", "minimum": 0, "exclusiveMinimum": true, "maximum": 0.5}),
+            vec!["0.25", "0.5"],
+            vec!["0"],
+        ),
+        (
+            json!({"$ref": "#/$defs/p", "maximum": 0.5, "$defs": {"p": {"type": "number", "exclusiveMinimum": 0}}}),
+            vec!["0.25", "0.5"],
+            vec!["0"],
+        ),
+        (
+            json!({"type": "number", "exclusiveMinimum": 0, "anyOf": [{"maximum": 0.5}, {"maximum": 0.25}]}),
+            vec!["0.25", "0.5"],
+            vec!["0"],
+        ),
+        (
+            json!({"type": "number", "exclusiveMinimum": 10_000_000, "maximum": 10_000_000.5}),
+            vec!["10000000.25", "10000000.5"],
+            vec!["10000000"],
+        ),
     ] {
         for text in good {
             assert_eq!(takes(&Constraint::JsonSchema(&schema), text), (text.len(), true), "{schema} {text}");
@@ -436,6 +456,50 @@ fn exclusive_bounds_within_one_integer_hold() {
             let (taken, ends) = takes(&Constraint::JsonSchema(&schema), text);
             assert!(taken < text.len() || !ends, "{schema} {text}");
         }
+    }
+}
+
+/// A tool that needs an argument which it does not describe keeps its name and the rest of its arguments.
+#[test]
+fn forced_calls_have_the_arguments_that_their_tools_need() {
+    let (tokenizer, factory) = factory();
+    let parameters =
+        json!({"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place", "days"]});
+    let tools =
+        [Tool { name: "weather".to_owned(), parameters: crate::grammar::closed(&parameters), strict: true }];
+    let format = ToolCallFormat::choose("hermes", None).unwrap().unwrap();
+    let forced = ForcedCalls { format, tools: &tools, name: None, parallel: false };
+    let begin = "<tool_call>\n{\"name\": \"weather\", \"arguments\": ";
+    for (arguments, good) in [
+        (r#"{"place": "Rome", "days": 2}}"#, true),
+        (r#"{"ARGUMENT": "#, false),
+        (r#"{"place": "Rome"}"#, false),
+    ] {
+        let mut filter = factory.filter(&Constraint::Calls(forced), None).unwrap();
+        let text = [begin, arguments].concat();
+        assert_eq!(feed(&mut *filter, &tokenizer, &text) == text.len(), good, "{text}");
+    }
+}
+
+/// Closing an object must leave it something that satisfies it.
+#[test]
+fn closed_schemas_are_satisfied_by_what_satisfied_them() {
+    let a = json!({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]});
+    let b = json!({"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["a", "b"]});
+    for (schema, text) in [
+        (b.clone(), r#"{"b": 1, "a": 2}"#),
+        (
+            json!({"anyOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], "$defs": {"A": a, "B": b}}),
+            r#"{"b": 1, "a": 2}"#,
+        ),
+        (
+            json!({"type": "object", "properties": {"base": a,
+                "both": {"allOf": [{"$ref": "#/properties/base"}, {"properties": {"c": {"type": "integer"}}, "required": ["c"]}]}}}),
+            r#"{"both": {"a": 1, "c": 2}}"#,
+        ),
+    ] {
+        let schema = crate::grammar::closed(&schema);
+        assert_eq!(takes(&Constraint::JsonSchema(&schema), text), (text.len(), true), "{schema}");
     }
 }
 
