@@ -4,6 +4,7 @@
 //! [`TokenFilter`](oscar_engine::TokenFilter) from it, which the engine asks which tokens may come next. The work is
 //! bounded on the way in (size and depth of what the client sent) and by the library's limits on what it compiles to.
 
+mod compiled_size;
 mod ebnf;
 #[cfg(test)]
 mod engine_tests;

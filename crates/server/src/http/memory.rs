@@ -6,11 +6,12 @@
 //! | contents of large bodies | at once, when the last byte is there | bodies that wait for no client |
 //! | contents of small bodies | the same | the same, so that they do not wait behind large ones |
 //! | answers beyond 64 KiB | when they are written | lists of tokens and their texts, which can be many times the body |
+//! | what requests keep | when they are read, until they end | compiled grammars, and what an answer repeats of its request |
 //!
 //! What a client announces takes nothing, and the first bytes of a body no more than its connection has for its head.
 //! Bodies that hold bytes and wait for more could wait for each other for ever, so there is room for one body of the
 //! largest size beside the others: whoever gets it can be read to its end. Answers wait for nothing, because their readers may
-//! dawdle, and what waited for them would hold its body meanwhile.
+//! dawdle, and what waited for them would hold its body meanwhile. Nor does what requests keep: they may be in the queue for long.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -38,7 +39,10 @@ const LARGE_BODY_BYTES: usize = 256 << 10;
 /// How long after a large body its memory is given back. Bodies that come until then share the work.
 const TRIM_DELAY: Duration = Duration::from_secs(2);
 
-/// The memory for all bodies.
+/// How many times the memory for bodies there is for what requests keep until they end.
+const KEPT_SHARE: usize = 4;
+
+/// The memory for all bodies, and for what requests keep of them.
 #[derive(Debug)]
 pub(crate) struct BodyBudget {
     /// Bytes that may arrive beside those of the body that has [`Self::room`].
@@ -48,8 +52,8 @@ pub(crate) struct BodyBudget {
     large: Pool,
     small: Pool,
     answers: Pool,
-    /// Whether memory that bodies have left is about to be given back to the system.
-    trim_planned: Arc<AtomicBool>,
+    kept: Pool,
+    trim: Trim,
 }
 
 /// Memory that is taken at once by those who wait for nothing else.
@@ -57,6 +61,22 @@ pub(crate) struct BodyBudget {
 struct Pool {
     pieces: Arc<Semaphore>,
     size: usize,
+}
+
+/// Gives memory that bodies and requests have left back to the system.
+#[derive(Clone, Debug, Default)]
+struct Trim {
+    planned: Arc<AtomicBool>,
+}
+
+/// What a request keeps until it ends, of the memory for all of them. Much of it goes back to the system some time after it
+/// is dropped, on whichever thread that is.
+#[derive(Debug)]
+pub(crate) struct KeptMemory {
+    bytes: usize,
+    trim: Trim,
+    runtime: Option<Handle>,
+    _pieces: OwnedSemaphorePermit,
 }
 
 /// What a body takes of the memory for all. What a large one took goes back to the system some time after it is dropped.
@@ -81,7 +101,8 @@ impl BodyBudget {
             large: Pool::new(all.max(largest)),
             small: Pool::new(all / 4),
             answers: Pool::new(all.max(largest)),
-            trim_planned: Arc::default(),
+            kept: Pool::new(all.saturating_mul(KEPT_SHARE)),
+            trim: Trim::default(),
         })
     }
 
@@ -97,11 +118,23 @@ impl BodyBudget {
             return Ok(answer.into());
         }
         answer.shrink_to_fit();
-        let pieces = pieces(answer.len()).min(self.answers.size);
-        let pieces = u32::try_from(pieces).unwrap_or(u32::MAX);
-        let taken = Arc::clone(&self.answers.pieces).try_acquire_many_owned(pieces);
-        let memory = taken.map_err(|_| ApiError::no_body_memory())?;
+        let memory = self.answers.take_now(answer.len()).ok_or_else(ApiError::no_body_memory)?;
         Ok(Bytes::from_owner(CountedAnswer { answer, _memory: memory }))
+    }
+
+    /// Memory for `bytes` that a request keeps until it ends, or an error because others have it, or because there is not so
+    /// much at all.
+    pub(crate) fn keep(&self, bytes: usize) -> Result<KeptMemory, ApiError> {
+        if pieces(bytes) > self.kept.size {
+            return Err(ApiError::too_much_kept(bytes, self.kept.size * PIECE_BYTES));
+        }
+        let pieces = self.kept.take_now(bytes).ok_or_else(ApiError::no_request_memory)?;
+        Ok(KeptMemory {
+            bytes,
+            trim: self.trim.clone(),
+            runtime: Handle::try_current().ok(),
+            _pieces: pieces,
+        })
     }
 }
 
@@ -121,6 +154,12 @@ impl Pool {
     fn new(bytes: usize) -> Pool {
         let size = pieces(bytes).max(1);
         Pool { pieces: Arc::new(Semaphore::new(size)), size }
+    }
+
+    /// Takes memory if there is enough. Whoever needs more than all of it takes all of it.
+    fn take_now(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
+        let pieces = u32::try_from(pieces(bytes).min(self.size)).unwrap_or(u32::MAX);
+        Arc::clone(&self.pieces).try_acquire_many_owned(pieces).ok()
     }
 }
 
@@ -175,11 +214,27 @@ impl BodyMemory {
 
 impl Drop for BodyMemory {
     fn drop(&mut self) {
-        let Ok(runtime) = Handle::try_current() else { return };
-        if self.len < LARGE_BODY_BYTES || self.budget.trim_planned.swap(true, Ordering::SeqCst) {
+        if let Ok(runtime) = Handle::try_current() {
+            self.budget.trim.after(self.len, &runtime);
+        }
+    }
+}
+
+impl Drop for KeptMemory {
+    fn drop(&mut self) {
+        if let Some(runtime) = &self.runtime {
+            self.trim.after(self.bytes, runtime);
+        }
+    }
+}
+
+impl Trim {
+    /// Plans it behind the end of what had so many bytes, unless they are few.
+    fn after(&self, bytes: usize, runtime: &Handle) {
+        if bytes < LARGE_BODY_BYTES || self.planned.swap(true, Ordering::SeqCst) {
             return;
         }
-        let planned = Arc::clone(&self.budget.trim_planned);
+        let planned = Arc::clone(&self.planned);
         runtime.spawn(async move {
             tokio::time::sleep(TRIM_DELAY).await;
             planned.store(false, Ordering::SeqCst);
@@ -291,5 +346,22 @@ mod tests {
         assert!(answer(1 << 20).is_ok() && answer((1 << 20) + 1).is_err());
         drop(half);
         assert!(answer(2 << 20).is_ok());
+    }
+
+    #[tokio::test]
+    async fn what_requests_keep_is_bounded() {
+        let budget = BodyBudget::new(2 << 20, 1 << 20);
+        let first = budget.keep(5 << 20).unwrap();
+        assert!(!budget.trim.planned.load(Ordering::SeqCst));
+        let error = budget.keep(4 << 20).unwrap_err();
+        assert_eq!((error.status().as_u16(), error.code()), (503, Some("request_memory")));
+        // A request may end on a thread of the engine.
+        std::thread::spawn(move || drop(first)).join().unwrap();
+        assert!(budget.trim.planned.load(Ordering::SeqCst));
+        assert_eq!(budget.keep((8 << 20) + 1).unwrap_err().status().as_u16(), 400);
+        let all = budget.keep(8 << 20).unwrap();
+        assert!(budget.keep(1).is_err());
+        drop(all);
+        assert!(budget.keep(0).is_ok());
     }
 }

@@ -14,5 +14,5 @@ pub(crate) use body::parse;
 pub(crate) use body::{JsonBody, OptionalJsonBody, check_content_type};
 pub use listen::Ended;
 pub(crate) use listen::HEAD_BYTES;
-pub(crate) use memory::{BodyBudget, BodyMemory};
+pub(crate) use memory::{BodyBudget, BodyMemory, KeptMemory};
 pub(crate) use origin::{TrustedSites, changes_something};

@@ -61,6 +61,25 @@ impl ApiError {
         ApiError { code: Some("body_memory"), retry_after: Some(RETRY_AFTER_S), ..error }
     }
 
+    /// A request for whose grammar or tools there is no memory, because requests that wait or run have it: 503.
+    pub(crate) fn no_request_memory() -> ApiError {
+        let message = "other requests have the memory for grammars, schemas and tools (four times --max-body-memory); \
+            send this one again later";
+        let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message);
+        ApiError { code: Some("request_memory"), retry_after: Some(RETRY_AFTER_S), ..error }
+    }
+
+    /// A request whose grammars and tools would take more memory than there is for all: 400.
+    pub(crate) fn too_much_kept(bytes: usize, most: usize) -> ApiError {
+        let message = format!(
+            "the grammars, schemas and tools of this request would take about {} MiB, at most {} MiB are there for all \
+             requests (four times --max-body-memory)",
+            bytes.div_ceil(1 << 20),
+            most >> 20
+        );
+        ApiError::bad_request(message).with_code("request_memory")
+    }
+
     /// A request of which nothing can be returned because it was aborted: 503.
     pub(crate) fn aborted() -> ApiError {
         ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the request was aborted").with_code("aborted")

@@ -29,6 +29,13 @@ pub(crate) fn at_most(place: &str, what: &str, len: usize, most: usize) -> Resul
 
 /// Refuses a value whose JSON has more than `most` bytes, without writing it anywhere.
 pub(crate) fn short_json(place: &str, value: &impl Serialize, most: usize) -> Result<(), ApiError> {
+    json_bytes(value, most)
+        .map(|_| ())
+        .ok_or_else(|| ApiError::bad_field(place, format!("{place} has more than {most} bytes of JSON")))
+}
+
+/// The bytes of a value's JSON, if there are no more than `most`.
+pub(crate) fn json_bytes(value: &impl Serialize, most: usize) -> Option<usize> {
     struct Room(usize);
 
     impl io::Write for Room {
@@ -42,8 +49,9 @@ pub(crate) fn short_json(place: &str, value: &impl Serialize, most: usize) -> Re
         }
     }
 
-    serde_json::to_writer(Room(most), value)
-        .map_err(|_| ApiError::bad_field(place, format!("{place} has more than {most} bytes of JSON")))
+    let mut room = Room(most);
+    serde_json::to_writer(&mut room, value).ok()?;
+    Some(most - room.0)
 }
 
 /// A number of tokens; -1, which llama.cpp's page sends, is as many as there is room for.

@@ -25,7 +25,7 @@ pub(crate) use error::{ApiError, text_error};
 pub(crate) use field_error::FieldError;
 pub(crate) use fields::{RequestKind, UnreadFields, leave_tools_of_servers, says_nothing};
 pub(crate) use generate::{GenerateRequest, SamplingParams};
-pub(crate) use lists::{Ids, MAX_MESSAGES, MAX_PARTS, OneOrMany, Prompt, at_most, short_json};
+pub(crate) use lists::{Ids, MAX_MESSAGES, MAX_PARTS, OneOrMany, Prompt, at_most, json_bytes, short_json};
 pub(crate) use llama::LlamaRequest;
 pub(crate) use messages::MessagesRequest;
 pub(crate) use openai::OpenAiRequest;

@@ -101,7 +101,7 @@ pub(crate) async fn completions(
     let Asked { prompts: prepared, options, format, rid, streams, includes_usage, echo, lists_prompt } =
         asked;
     let logprobs = options.logprobs;
-    let filter = token_filter(&app, format, None).await?;
+    let filter = token_filter(&app, format, prepared.len(), None).await?;
     let mut echoes = Vec::with_capacity(prepared.len());
     let mut asked = Vec::with_capacity(prepared.len());
     for Prepared { ids, echo } in prepared {

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use oscar_engine::TokenFilter;
+use oscar_engine::{EngineError, TokenFilter, TokenMask};
 
 use crate::grammar::{GrammarError, RuleError};
+use crate::http::KeptMemory;
 use crate::protocol::{AnswerFormat, ApiError, text_error};
 use crate::state::AppState;
 
@@ -14,16 +15,46 @@ pub(crate) fn asked_form(app: &AppState, format: AnswerFormat) -> Result<Option<
     Ok(asks.then_some(format))
 }
 
-/// The filter that keeps an answer to its form, if the request asks for one. With `after`, the answer is free until
-/// it contains this text, the marker that closes the reasoning.
+/// Copies of a compiled grammar share most of it; what each has of its own is about this part.
+const OWN_PART_OF_COPY: usize = 8;
+
+/// The filter that keeps an answer to its form, if the request asks for one, and of which there will be a copy for each of
+/// its prompts. With `after`, the answer is free until it contains this text, the marker that closes the reasoning.
 pub(crate) async fn token_filter(
     app: &Arc<AppState>,
     format: Option<AnswerFormat>,
+    prompts: usize,
     after: Option<&'static str>,
 ) -> Result<Option<Box<dyn TokenFilter>>, ApiError> {
     let Some(format) = format else { return Ok(None) };
+    // The request keeps its grammar while it waits for its turn, which can be long.
+    let constraint = format.constraint(app.options.tool_call_parser)?;
+    let bytes = constraint.map_or(0, |constraint| constraint.compiled_bytes());
+    let copies = (bytes / OWN_PART_OF_COPY).saturating_mul(prompts);
+    let memory = Arc::new(app.bodies.keep(bytes.saturating_add(copies))?);
     // Compiling a grammar can take as long as tokenizing a long text.
-    app.encode(usize::MAX, move |app| compile(app, &format, after)).await
+    let filter = app.encode(usize::MAX, move |app| compile(app, &format, after)).await?;
+    Ok(filter.map(|filter| Box::new(KeptFilter { filter, memory }) as Box<dyn TokenFilter>))
+}
+
+/// A filter with the memory that it takes, which all choices of a request share.
+struct KeptFilter {
+    filter: Box<dyn TokenFilter>,
+    memory: Arc<KeptMemory>,
+}
+
+impl TokenFilter for KeptFilter {
+    fn allowed(&mut self, mask: &mut TokenMask) -> Result<(), EngineError> {
+        self.filter.allowed(mask)
+    }
+
+    fn accept(&mut self, token: u32) -> Result<(), EngineError> {
+        self.filter.accept(token)
+    }
+
+    fn fork(&self) -> Box<dyn TokenFilter> {
+        Box::new(KeptFilter { filter: self.filter.fork(), memory: Arc::clone(&self.memory) })
+    }
 }
 
 fn compile(

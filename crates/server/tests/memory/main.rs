@@ -5,6 +5,7 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use axum::body::Body;
@@ -172,6 +173,89 @@ async fn a_request_holds_no_more_than_its_answer_needs() {
         }
         eventually("it is given up", || server.engine.stats().running == 0).await;
     }
+}
+
+/// Requests that wait may keep much: what they keep is bounded for all of them, and goes when they do.
+#[tokio::test]
+async fn what_waiting_requests_keep_is_bounded() {
+    let _alone = alone().await;
+    let engine = || MockOptions { max_running: 1, tokens_per_s: Some(5.0), ..MockOptions::default() };
+    let bodies = ServerOptions { body_bytes: MIB, all_bodies_bytes: 4 * MIB, ..ServerOptions::default() };
+    let parts: serde_json::Map<String, Value> = (0..4)
+        .map(|part| {
+            let names =
+                (0..400).map(|name| (format!("a_property_of_{part}_{name}"), json!({"type": "integer"})));
+            let properties = names.collect::<serde_json::Map<_, _>>();
+            (format!("part{part}"), json!({"type": "object", "properties": properties}))
+        })
+        .collect();
+    let wide = json!({"type": "object", "properties": parts});
+    let long: Vec<String> = (0..12_000).map(|number| format!("value {number}")).collect();
+    let messages = json!([{"role": "user", "content": "a"}]);
+    let form =
+        |schema: &Value| json!({"type": "json_schema", "json_schema": {"name": "n", "schema": schema}});
+    let text = json!({"format": {"type": "json_schema", "name": "n", "schema": wide}});
+    let properties = json!({"a": {"enum": vec!["a"; 1000]}});
+    let tools: Vec<Value> = (0..100)
+        .map(|n| json!({"type": "function", "name": format!("f{n}"), "parameters": {"properties": properties}}))
+        .collect();
+    for (path, body) in [
+        ("/v1/chat/completions", json!({"messages": messages, "response_format": form(&wide)})),
+        (
+            "/v1/chat/completions",
+            json!({"messages": messages, "response_format": form(&json!({"enum": long}))}),
+        ),
+        ("/v1/responses", json!({"input": "a", "text": text})),
+        ("/generate", json!({"text": ["a"], "sampling_params": {"json_schema": wide}})),
+        ("/v1/responses", json!({"input": "a", "tools": tools, "tool_choice": "none"})),
+    ] {
+        let server = Arc::new(mock_with(engine(), bodies.clone()));
+        // What all requests share is made by the first one. The mock says what no grammar allows.
+        let simple = json!({"messages": messages, "response_format": {"type": "json_object"}});
+        server.post("/v1/chat/completions", simple).await.refused(500);
+        let asks = Arc::clone(&server);
+        let runs =
+            request("/v1/completions", &json!({"prompt": "a", "max_tokens": 2000, "ignore_eos": true}));
+        let mut asked = vec![tokio::spawn(async move { asks.send(runs).await })];
+        eventually("one runs", || server.engine.stats().running == 1).await;
+        let before = HELD.load(Ordering::Relaxed);
+        let mut refused = 0;
+        for _ in 0..30 {
+            let (asks, request) = (Arc::clone(&server), request(path, &body));
+            let mut waiting = tokio::spawn(async move { asks.send(request).await });
+            let waits = || server.engine.stats().queued == asked.len();
+            eventually("it waits or is refused", || waiting.is_finished() || waits()).await;
+            if waiting.is_finished() {
+                let error = (&mut waiting).await.unwrap().refused(503);
+                assert_eq!(error["code"], "request_memory");
+                refused += 1;
+            } else {
+                asked.push(waiting);
+            }
+        }
+        assert!(asked.len() > 1 && (refused > 0 || !body["tools"].is_null()), "{path}: {refused} refused");
+        eventually("bodies are gone", || HELD.load(Ordering::Relaxed) < before + 20 * MIB).await;
+        asked.iter().for_each(|waiting| waiting.abort());
+        let stats = || server.engine.stats();
+        eventually("all are given up", || stats().running == 0 && stats().queued == 0).await;
+        eventually("nothing is left", || HELD.load(Ordering::Relaxed) < before + MIB).await;
+    }
+}
+
+/// Each prompt of a batch has a copy of their grammar, and small parts of many are much.
+#[tokio::test]
+async fn grammars_of_a_batch_are_counted_with_their_copies() {
+    let _alone = alone().await;
+    let limits = ServerOptions { body_bytes: MIB, all_bodies_bytes: 4 * MIB, ..ServerOptions::default() };
+    let server = mock_with(MockOptions::default(), limits);
+    let names = (0..400).map(|name| (format!("p{name}"), json!({"type": "integer"})));
+    let schema = json!({"type": "object", "properties": names.collect::<serde_json::Map<_, _>>()});
+    let batch = |prompts: usize| json!({"text": vec!["a"; prompts], "sampling_params": {"max_new_tokens": 1, "json_schema": schema}});
+    // The mock says what no grammar allows.
+    server.post("/generate", batch(10)).await.refused(500);
+    let error = server.post("/generate", batch(1000)).await.refused(400);
+    assert_eq!(error["code"], "request_memory");
+    assert!(error["message"].as_str().unwrap().contains("16 MiB"), "{error}");
 }
 
 /// The thread that serves connections reads a body, and neither makes nor drops what is in it.

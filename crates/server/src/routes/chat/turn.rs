@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use oscar_engine::{FinishReason, GenerateOptions, MatchedStop, Summary};
+use serde_json::Value;
 
-use crate::http::BodyMemory;
+use crate::http::{BodyMemory, KeptMemory};
 use crate::parse::{
     HarmonyParser, OutputParser, ReasoningParser, Tool, ToolCallParser, needs_special_tokens,
 };
-use crate::protocol::{AnswerFormat, ApiError, OpenAiRequest, SentNames, short_json};
+use crate::protocol::{AnswerFormat, ApiError, OpenAiRequest, SentNames, json_bytes, short_json};
 use crate::requests::{AnswerStream, PromptRequest, request_id};
 use crate::routes::constrain::{asked_form, token_filter};
 use crate::routes::logprobs::EndTokens;
@@ -17,6 +18,9 @@ use crate::text::{Chat, RenderedPrompt};
 
 /// The most bytes of all tools of a request as JSON: they are kept while it is answered, also what no template writes.
 const MAX_TOOLS_BYTES: usize = 1 << 20;
+
+/// About as much as values of JSON take for each byte of it.
+const VALUE_BYTES_PER_BYTE: usize = 16;
 
 /// What all answers (choices) to one chat request share.
 pub(crate) struct Turn {
@@ -33,8 +37,9 @@ pub(crate) struct Turn {
     pub(super) wants_prompt_logprobs: bool,
     /// The number of answers, `n` of the request.
     pub(super) choices: usize,
-    /// The tools that the model may call.
+    /// The tools that the model may call, as far as they are needed to read its answer, and the memory that they take.
     tools: Arc<[Tool]>,
+    _memory: KeptMemory,
     /// The text with which the ids of tool calls begin, behind `call_`.
     id_stem: String,
     separate_reasoning: bool,
@@ -51,6 +56,7 @@ struct Prepared {
     format: Option<AnswerFormat>,
     after: Option<&'static str>,
     tools: Vec<Tool>,
+    memory: KeptMemory,
     separate_reasoning: bool,
 }
 
@@ -87,7 +93,7 @@ impl Turn {
         names: &Arc<SentNames>,
     ) -> Result<(Turn, AnswerStream), ApiError> {
         let Prepared { rid, rendered, options, format, after, tools, .. } = prepared;
-        let filter = token_filter(app, format, after).await?;
+        let filter = token_filter(app, format, 1, after).await?;
         let turn = Turn {
             names: Arc::clone(names),
             streams: prepared.streams,
@@ -98,6 +104,7 @@ impl Turn {
             wants_prompt_logprobs: options.prompt_logprobs.is_some(),
             choices: options.n,
             tools: tools.into(),
+            _memory: prepared.memory,
             id_stem: id.chars().skip_while(char::is_ascii_lowercase).skip(1).take(16).collect(),
             separate_reasoning: prepared.separate_reasoning,
             rendered,
@@ -154,7 +161,9 @@ impl Prepared {
         let mut options = request.precision().apply(app.engine.info(), options)?;
         check_tools(&request)?;
         let format = request.answer_format()?;
-        let tools = if format.wants_calls() { format.tools.clone() } else { Vec::new() };
+        let tools = if format.wants_calls() { tools_to_read(app, &format.tools) } else { Vec::new() };
+        let bytes = tools.iter().map(|tool| json_bytes(&tool.parameters, usize::MAX).unwrap_or(0));
+        let memory = app.bodies.keep(bytes.sum::<usize>().saturating_mul(VALUE_BYTES_PER_BYTE))?;
         let separate_reasoning = request.separates_reasoning();
         // Messages in channels cannot be read without their markers, whether or not reasoning is told apart.
         let reasoning_markers =
@@ -179,9 +188,21 @@ impl Prepared {
             format: asked_form(app, format)?,
             after: thinks.map(|format| format.markers.1),
             tools,
+            memory,
             separate_reasoning,
         })
     }
+}
+
+/// What must be known of tools to read calls of them. Only arguments in tags are not JSON by themselves, and have the
+/// types that their schema says.
+fn tools_to_read(app: &AppState, tools: &[Tool]) -> Vec<Tool> {
+    let typed = app.options.tool_call_parser.is_some_and(|format| !format.is_json() && !format.is_harmony());
+    let read = |tool: &Tool| {
+        let parameters = if typed { tool.parameters.clone() } else { Value::Null };
+        Tool { name: tool.name.clone(), parameters, strict: tool.strict }
+    };
+    tools.iter().map(read).collect()
 }
 
 /// Refuses tools that are too long together, before they are copied.

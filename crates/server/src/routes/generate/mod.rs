@@ -33,8 +33,9 @@ pub(crate) async fn generate(
     let (batch, memory) = batch.map_err(|error| names.restore(error))?;
     let Batch { prompts, formats, is_list, streams } = batch;
     let mut filters = Vec::with_capacity(formats.len());
-    for format in formats {
-        let filter = token_filter(&app, format, None).await;
+    for (index, format) in formats.into_iter().enumerate() {
+        let asking = prompts.iter().filter(|prompt| prompt.format == index).count();
+        let filter = token_filter(&app, format, asking, None).await;
         filters.push(filter.map_err(|error| names.restore(error))?);
     }
     let (count, choices) = (prompts.len(), prompts[0].options.n);

@@ -77,7 +77,7 @@ async fn complete(
     let (asked, memory) = app.encode_body(memory, move |app| Asked::read(app, request)).await?;
     let Asked { prompts: prepared, options, format, rid, streams, return_tokens, many } = asked;
     let keeps_tokens = options.logprobs.is_some();
-    let filter = token_filter(&app, format, None).await?;
+    let filter = token_filter(&app, format, prepared.len(), None).await?;
     let mut prompts = Vec::with_capacity(prepared.len());
     let mut asked = Vec::with_capacity(prepared.len());
     for Prepared { ids, echo } in prepared {

@@ -5,6 +5,7 @@ use std::time::SystemTime;
 use oscar_engine::{FinishReason, Summary};
 use serde_json::{Value, json};
 
+use crate::http::KeptMemory;
 use crate::parse::{MessageCall, Part};
 use crate::protocol::{ApiError, ResponsesRequest, says_nothing, short, short_json};
 use crate::routes::chat::PartsAnswer;
@@ -15,9 +16,11 @@ const MAX_REPEATED_BYTES: usize = 1 << 20;
 
 /// The response object before the answer: it repeats the fields of the request.
 pub(super) struct ResponseObject {
-    fields: Value,
+    /// The object as JSON. A request may wait for long, and as values its tools would take many times the memory.
+    json: Box<str>,
     /// The text with which the ids of its output items end.
     stem: String,
+    _memory: KeptMemory,
 }
 
 impl ResponseObject {
@@ -63,12 +66,14 @@ impl ResponseObject {
             "truncation": "disabled",
             "usage": null,
         });
-        Ok(ResponseObject { fields, stem: id.trim_start_matches("resp_").to_owned() })
+        let json = fields.to_string().into_boxed_str();
+        let memory = app.bodies.keep(json.len())?;
+        Ok(ResponseObject { json, stem: id.trim_start_matches("resp_").to_owned(), _memory: memory })
     }
 
     /// The response object with which a stream begins.
-    pub(super) fn begun(&self) -> &Value {
-        &self.fields
+    pub(super) fn begun(&self) -> Value {
+        serde_json::from_str(&self.json).unwrap_or_default()
     }
 
     /// The response object when the answer has finished.
@@ -80,7 +85,7 @@ impl ResponseObject {
             self.item(index, part, status)
         };
         let (status, why) = status(summary);
-        let mut response = self.fields.clone();
+        let mut response = self.begun();
         response["status"] = status.into();
         response["incomplete_details"] = why.map_or(Value::Null, |reason| json!({"reason": reason}));
         response["output"] = parts.iter().enumerate().map(item).collect();
@@ -99,7 +104,7 @@ impl ResponseObject {
 
     /// The response object of an answer that failed.
     pub(super) fn failed(&self, error: &ApiError) -> Value {
-        let mut response = self.fields.clone();
+        let mut response = self.begun();
         response["status"] = "failed".into();
         let code = error.code().unwrap_or("server_error");
         response["error"] = json!({"code": code, "message": error.to_string()});

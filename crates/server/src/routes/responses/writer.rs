@@ -36,8 +36,7 @@ impl ResponseWriter {
     fn begin(&mut self, out: &mut BytesMut) {
         if self.next == 0 {
             for kind in ["response.created", "response.in_progress"] {
-                let response = self.object.begun().clone();
-                self.write(kind, json!({"response": response}), out);
+                self.write(kind, json!({"response": self.object.begun()}), out);
             }
         }
     }
