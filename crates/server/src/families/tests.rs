@@ -58,17 +58,17 @@ fn a_call_that_is_cut_off_is_a_beginning_or_nothing() {
     let (weather, file) = (json!({"city": "Rome", "days": 3}), json!({"text": "a"}));
     for format in tool_call_formats() {
         let text = format.written(&[("get_weather", &weather), ("write_file", &file)], format.block);
-        let read = |text: &str, cut_off: bool| {
+        let read = |text: &str, cut_off: bool, forced: bool| {
             let mut output = match format.is_harmony() {
                 true => OutputParser::harmony(HarmonyParser::new(true, Some(String::new()))),
-                false => OutputParser::new(None, Some(parser(format))),
+                false => OutputParser::new(None, Some(parser(format).forced(forced))),
             };
             let mut message = Message::default();
             message.extend(output.push(text));
             message.extend(output.finish(cut_off));
             message
         };
-        let whole = read(&text, false).tool_calls;
+        let whole = read(&text, false, false).tool_calls;
         assert_eq!(whole.len(), 2, "{format:?}: {text}");
         for end in 1..text.len() {
             let cut = &text[..end];
@@ -77,18 +77,28 @@ fn a_call_that_is_cut_off_is_a_beginning_or_nothing() {
             if format.is_harmony() && (in_token || cut.ends_with('<')) {
                 continue;
             }
-            let message = read(cut, true);
+            let message = read(cut, true, false);
             assert!(message.tool_calls.len() <= 2);
             for (call, whole) in message.tool_calls.iter().zip(&whole) {
                 let is_beginning = !call.arguments.is_empty() && whole.arguments.starts_with(&call.arguments);
                 assert!(call.name == whole.name && is_beginning, "{format:?}: {cut:?} gives {call:?}");
+            }
+            // Where there must be a call, or one has been, there is nothing that it could be but another.
+            let called = message.tool_calls.len();
+            if !format.is_harmony() {
+                let forced = read(cut, true, true);
+                assert_eq!(
+                    (forced.content.trim(), forced.tool_calls.len()),
+                    ("", called),
+                    "{format:?}: {cut:?}"
+                );
             }
             // Half of a marker may be the beginning of something else, and calls without any may be JSON.
             let longest = format.block.0.trim().len().max(format.closer.unwrap_or_default().len());
             let shown =
                 message.content.trim_matches(|byte: char| byte.is_whitespace() || ";,".contains(byte));
             assert!(
-                format.block.0.is_empty() || shown.len() * 2 <= longest,
+                format.block.0.is_empty() || shown.len() * 2 <= if called > 0 { 0 } else { longest },
                 "{format:?}: {cut:?} gives {shown:?}"
             );
         }

@@ -84,6 +84,7 @@ impl HarmonyParser {
         match self.state {
             // A header without a message says nothing.
             State::Header if matches!(start_of(&rest, &HEADER), Start::Marker(_)) => {}
+            State::Header if cut_off && start_of(&rest, &HEADER) == Start::Partial => {}
             State::Header => self.give(Kind::Content, &rest),
             State::Text(kind) => self.give(kind, &rest),
         }

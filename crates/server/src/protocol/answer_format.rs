@@ -74,6 +74,11 @@ impl AnswerFormat {
         !self.tools.is_empty() && self.tool_choice != ToolChoice::None
     }
 
+    /// Whether the answer consists of tool calls.
+    pub(crate) fn forces_calls(&self) -> bool {
+        matches!(self.tool_choice, ToolChoice::Required | ToolChoice::Named(_))
+    }
+
     /// The constraint on the tokens of the answer, if there is one. `format` is how the model writes tool calls, if it is known.
     pub(crate) fn constraint(
         &self,

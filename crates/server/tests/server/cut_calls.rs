@@ -114,3 +114,31 @@ async fn arguments_that_are_cut_off_are_a_beginning() {
         assert_eq!(messages(&server).await, [None, begun], "{family}");
     }
 }
+
+/// Where a call is demanded, or one has been made, a beginning of a marker is nothing that was said.
+#[tokio::test]
+async fn markers_that_are_cut_off_are_no_content_of_forced_calls() {
+    let parameters = json!({"type": "object", "properties": {"place": {"type": "string"}}});
+    let tool = json!({"type": "function", "function": {"name": "weather", "parameters": parameters}});
+    let call = "<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"place\": \"Rome\"}}";
+    for (script, calls) in [
+        (&["<"][..], 0),
+        (&["<tool"], 0),
+        (&[call], 1),
+        (&[call, "\n<"], 1),
+        (&[call, "\n</tool"], 1),
+        (&[call, "\n</tool_call>", "\n<tool"], 1),
+    ] {
+        let server = server("hermes", script);
+        for choice in ["required", "auto"] {
+            let request = json!({"messages": [{"role": "user", "content": "Rome?"}], "tools": [tool], "tool_choice": choice});
+            let body = server.post("/v1/chat/completions", request).await.ok();
+            let message = &body["choices"][0]["message"];
+            let count = message["tool_calls"].as_array().map_or(0, Vec::len);
+            assert_eq!(count, calls, "{script:?}");
+            let content = message["content"].as_str().unwrap_or_default();
+            let free = choice == "auto" && calls == 0;
+            assert_eq!(content, if free { script[0] } else { "" }, "{script:?}");
+        }
+    }
+}

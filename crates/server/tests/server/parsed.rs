@@ -22,6 +22,8 @@ impl Serve for Parrot {
     fn submit(&self, mut request: Request, mut sink: Sink) -> Result<RequestHandle, EngineError> {
         request.options.max_tokens = Some(self.script.len());
         request.options.ignore_end = true;
+        // It says the words of the script, whatever tokens the mock would have to say them with.
+        request.filter = None;
         let (script, finish) = (self.script.clone(), self.finish);
         let mut said = vec![0; request.options.n];
         let rewritten = move |mut event: Event| {

@@ -32,6 +32,8 @@ pub(crate) struct ToolCallParser {
     /// In a list of calls, the tools that its calls must name: none behind a marker, where any name does.
     list: Option<Option<Arc<[Tool]>>>,
     calls: Calls,
+    /// Whether the answer consists of calls and nothing else.
+    forced: bool,
 }
 
 #[derive(Debug)]
@@ -61,7 +63,13 @@ impl ToolCallParser {
             layout: String::new(),
             list: None,
             calls: Calls::new(id_stem.into()),
+            forced: false,
         }
+    }
+
+    /// Says whether the answer must consist of calls, so that nothing in it can be content.
+    pub(crate) fn forced(self, forced: bool) -> ToolCallParser {
+        ToolCallParser { forced, ..self }
     }
 
     /// The number of calls so far.
@@ -103,14 +111,16 @@ impl ToolCallParser {
     /// Gives what was held back, because the answer was cut off. What was taken of a call is dropped: a part of a call is
     /// neither a call nor content. Arguments that were passed on as they came stay.
     pub(crate) fn cut_off(&mut self) -> Vec<Piece> {
-        // A shorter beginning may as well be something else.
+        // Before any call a shorter beginning may as well be something else.
         let rest = self.buffer.trim_ascii_start();
-        let in_marker = |marker: &&str| marker.starts_with(rest) && rest.len() * 2 > marker.len();
+        let expected = self.forced || self.calls.begun > 0;
+        let in_marker =
+            |marker: &&str| marker.starts_with(rest) && (expected || rest.len() * 2 > marker.len());
         let in_call = match &self.state {
-            State::Json(call) => call.is_certain(),
+            State::Json(call) => self.forced || call.is_certain(),
             State::Xml(_) => true,
             State::Start | State::Content => self.format.openers.iter().any(in_marker),
-            State::AfterCall => self.closers.iter().any(in_marker),
+            State::AfterCall => self.closers.iter().chain(self.format.openers).any(in_marker),
         };
         if in_call {
             self.buffer.clear();

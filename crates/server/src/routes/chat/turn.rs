@@ -40,6 +40,8 @@ pub(crate) struct Turn {
     /// The tools that the model may call, as far as they are needed to read its answer, and the memory that they take.
     tools: Arc<[Tool]>,
     _memory: KeptMemory,
+    /// Whether it must call one.
+    forced: bool,
     /// The text with which the ids of tool calls begin, behind `call_`.
     id_stem: String,
     separate_reasoning: bool,
@@ -57,6 +59,7 @@ struct Prepared {
     after: Option<&'static str>,
     tools: Vec<Tool>,
     memory: KeptMemory,
+    forced: bool,
     separate_reasoning: bool,
 }
 
@@ -105,6 +108,7 @@ impl Turn {
             choices: options.n,
             tools: tools.into(),
             _memory: prepared.memory,
+            forced: prepared.forced,
             id_stem: id.chars().skip_while(char::is_ascii_lowercase).skip(1).take(16).collect(),
             separate_reasoning: prepared.separate_reasoning,
             rendered,
@@ -129,7 +133,8 @@ impl Turn {
             let inside = format.starts_in_reasoning(self.rendered.text.as_str());
             ReasoningParser::new(format, inside, calls.map_or(&[], |calls| calls.openers))
         });
-        let calls = calls.map(|format| ToolCallParser::new(format, Arc::clone(&self.tools), stem()));
+        let calls = calls
+            .map(|format| ToolCallParser::new(format, Arc::clone(&self.tools), stem()).forced(self.forced));
         OutputParser::new(reasoning, calls)
     }
 
@@ -185,6 +190,7 @@ impl Prepared {
             rid: request.rid,
             rendered,
             options,
+            forced: format.forces_calls(),
             format: asked_form(app, format)?,
             after: thinks.map(|format| format.markers.1),
             tools,
