@@ -7,7 +7,7 @@ use serde_json::{Number, Value, json};
 
 use super::sampling::{Object, SamplingFields};
 use super::sent_names::Aliases;
-use super::{AnswerFormat, ApiError, Ids, OneOrMany, UnreadFields};
+use super::{AnswerFormat, ApiError, Ids, OneOrMany, UnreadFields, either};
 
 /// Tokens when the client gives no limit, as SGLang has it.
 const DEFAULT_NEW_TOKENS: u64 = 128;
@@ -116,8 +116,11 @@ impl SamplingParams {
     }
 
     /// The sampling parameters under the names that all interfaces share.
-    pub(crate) fn sampling_fields(&self, cache_salt: Option<String>) -> SamplingFields {
-        SamplingFields {
+    pub(crate) fn sampling_fields(&self, cache_salt: Option<String>) -> Result<SamplingFields, ApiError> {
+        let seed =
+            either(("sampling_seed", self.sampling_seed.clone()), ("seed", self.seed.clone()), |_| false)
+                .map_err(|error| error.with_param("seed"))?;
+        Ok(SamplingFields {
             max_tokens: Some(self.max_new_tokens.unwrap_or(DEFAULT_NEW_TOKENS)),
             min_tokens: self.min_new_tokens,
             temperature: self.temperature,
@@ -125,7 +128,7 @@ impl SamplingParams {
             typical_p: self.typical_p,
             top_k: self.top_k,
             min_p: self.min_p,
-            seed: self.sampling_seed.clone().or_else(|| self.seed.clone()),
+            seed,
             repetition_penalty: self.repetition_penalty,
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
@@ -137,6 +140,6 @@ impl SamplingParams {
             skip_special_tokens: self.skip_special_tokens,
             n: self.n,
             cache_salt,
-        }
+        })
     }
 }

@@ -7,7 +7,9 @@ use serde::Deserialize;
 use serde_json::{Number, Value, json};
 
 use super::sampling::{MAX_BIASES, SamplingFields};
-use super::{AnswerFormat, ApiError, OneOrMany, PrecisionFields, Prompt, UnreadFields, at_most, text_error};
+use super::{
+    AnswerFormat, ApiError, OneOrMany, PrecisionFields, Prompt, UnreadFields, at_most, penalties, text_error,
+};
 
 /// What `false` in a `logit_bias` adds to a logit: enough that the token is never drawn.
 const NEVER: f32 = -1e9;
@@ -69,19 +71,26 @@ impl LlamaRequest {
     /// The sampling parameters under the names that all interfaces share.
     pub(crate) fn sampling_fields(&mut self, tokenizer: &Tokenizer) -> Result<SamplingFields, ApiError> {
         let bias = self.logit_bias.take().map(|bias| logit_bias(&bias, tokenizer)).transpose()?;
+        let [repetition_penalty, presence_penalty, frequency_penalty] = penalties(
+            self.repeat_penalty,
+            self.presence_penalty,
+            self.frequency_penalty,
+            self.repeat_last_n,
+        )?;
         Ok(SamplingFields {
             // Less than 0 is no limit.
             max_tokens: self.n_predict.and_then(|count| u64::try_from(count).ok()),
-            temperature: self.temperature,
+            // Less than 0 is the likeliest token, as 0 is.
+            temperature: self.temperature.map(|temperature| temperature.max(0.0)),
             top_k: self.top_k.map(|count| count.max(0)),
             top_p: self.top_p,
             min_p: self.min_p,
             typical_p: self.typical_p,
             // -1 is any seed.
             seed: self.seed.take().filter(|seed| seed.as_i64() != Some(-1)),
-            repetition_penalty: repetition_penalty(self.repeat_penalty, self.repeat_last_n)?,
-            presence_penalty: self.presence_penalty,
-            frequency_penalty: self.frequency_penalty,
+            repetition_penalty,
+            presence_penalty,
+            frequency_penalty,
             logit_bias: bias,
             stop: self.stop.take(),
             ignore_eos: self.ignore_eos,
@@ -89,15 +98,6 @@ impl LlamaRequest {
             ..SamplingFields::default()
         })
     }
-}
-
-/// The penalty of tokens under llama.cpp's name, which counts in the last tokens only, or in none of them where that is 0.
-pub(super) fn repetition_penalty(penalty: Option<f32>, last: Option<i64>) -> Result<Option<f32>, ApiError> {
-    if penalty.is_some_and(|penalty| penalty != 1.0) && last.is_some_and(|count| count > 0) {
-        let message = "repeat_last_n: repeat_penalty is on the whole text; send -1 or nothing";
-        return Err(ApiError::unsupported("repeat_last_n", message));
-    }
-    Ok(penalty.filter(|_| last != Some(0)))
 }
 
 /// Reads `logit_bias`: pairs of a token id or a text and what is added to the logit of its tokens, or `false`; or an object
@@ -158,6 +158,13 @@ fn pair(entry: &Value) -> Option<(Biased<'_>, &Value)> {
 mod tests {
     use super::*;
     use crate::grammar::testing::tokenizer;
+
+    #[test]
+    fn a_temperature_below_zero_is_zero() {
+        let mut request: LlamaRequest = serde_json::from_str("{\"temperature\": -1}").unwrap();
+        let fields = request.sampling_fields(&tokenizer("default")).unwrap();
+        assert_eq!(fields.temperature, Some(0.0));
+    }
 
     #[test]
     fn biases_are_bounded_before_texts_become_tokens() {

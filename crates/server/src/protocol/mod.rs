@@ -23,7 +23,9 @@ pub(crate) use answer_format::AnswerFormat;
 pub(crate) use embeddings::{EmbeddingEncoding, EmbeddingsRequest};
 pub(crate) use error::{ApiError, text_error};
 pub(crate) use field_error::FieldError;
-pub(crate) use fields::{RequestKind, UnreadFields, leave_tools_of_servers, says_nothing};
+pub(crate) use fields::{
+    RequestKind, UnreadFields, check_forms, either, leave_tools_of_servers, penalties, says_nothing,
+};
 pub(crate) use generate::{GenerateRequest, SamplingParams};
 pub(crate) use lists::{Ids, MAX_MESSAGES, MAX_PARTS, OneOrMany, Prompt, at_most, json_bytes, short_json};
 pub(crate) use llama::LlamaRequest;

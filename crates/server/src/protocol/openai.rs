@@ -9,10 +9,12 @@ use serde::Deserialize;
 use serde_json::{Map, Number, Value};
 
 use super::lists::tokens_or_all;
-use super::llama::repetition_penalty;
 use super::sampling::SamplingFields;
 use super::sent_names::Aliases;
-use super::{AnswerFormat, ApiError, OneOrMany, PrecisionFields, Prompt, RequestKind, UnreadFields};
+use super::{
+    AnswerFormat, ApiError, OneOrMany, PrecisionFields, Prompt, RequestKind, UnreadFields, check_forms,
+    either, penalties,
+};
 use crate::options::UnknownFields;
 
 /// The body of a request to `/v1/completions` or `/v1/chat/completions`.
@@ -161,7 +163,7 @@ impl OpenAiRequest {
         if let Some(options) = &self.stream_options {
             options.unread.check(RequestKind::StreamOptions, policy)?;
         }
-        Ok(())
+        check_forms(self.response_format.as_ref(), self.tools.as_deref(), policy)
     }
 
     /// Whether reasoning is told apart from the content.
@@ -182,25 +184,34 @@ impl OpenAiRequest {
         if self.suffix.as_ref().is_some_and(|suffix| !suffix.is_empty()) {
             return Err(ApiError::unsupported("suffix", "text cannot be inserted before a suffix"));
         }
+        let limit = match self.max_completion_tokens {
+            Some(limit) => ("max_completion_tokens", Some(limit)),
+            None => ("max_tokens", self.max_tokens),
+        };
+        let max_tokens = either(limit, ("n_predict", self.n_predict), |&count| count == u64::MAX)?;
+        let [repeat_penalty, presence_penalty, frequency_penalty] = penalties(
+            self.repeat_penalty,
+            self.presence_penalty,
+            self.frequency_penalty,
+            self.repeat_last_n,
+        )?;
+        let names = ("repetition_penalty", "repeat_penalty");
+        let repetition_penalty =
+            either((names.0, self.repetition_penalty), (names.1, repeat_penalty), |&penalty| penalty == 1.0)?;
+        let typical_p =
+            either(("typical_p", self.typical_p), ("typ_p", self.typ_p), |&typical| typical == 1.0)?;
         Ok(SamplingFields {
-            max_tokens: self
-                .max_completion_tokens
-                .or(self.max_tokens)
-                .or(self.n_predict)
-                .or(default_max_tokens),
+            max_tokens: max_tokens.or(default_max_tokens),
             min_tokens: self.min_tokens,
             temperature: self.temperature,
             top_p: self.top_p,
-            typical_p: self.typical_p.or(self.typ_p),
+            typical_p,
             top_k: self.top_k,
             min_p: self.min_p,
             seed: self.seed.clone(),
-            repetition_penalty: match self.repetition_penalty {
-                Some(penalty) => Some(penalty),
-                None => repetition_penalty(self.repeat_penalty, self.repeat_last_n)?,
-            },
-            presence_penalty: self.presence_penalty,
-            frequency_penalty: self.frequency_penalty,
+            repetition_penalty,
+            presence_penalty,
+            frequency_penalty,
             logit_bias: self.logit_bias.clone(),
             stop: self.stop.clone(),
             stop_token_ids: self.stop_token_ids.clone(),
@@ -208,7 +219,11 @@ impl OpenAiRequest {
             ignore_eos: self.ignore_eos,
             skip_special_tokens: self.skip_special_tokens,
             n: self.n,
-            cache_salt: self.cache_salt.clone().or_else(|| self.extra_key.clone()),
+            cache_salt: either(
+                ("cache_salt", self.cache_salt.clone()),
+                ("extra_key", self.extra_key.clone()),
+                String::is_empty,
+            )?,
         })
     }
 
@@ -436,8 +451,10 @@ mod tests {
         assert_eq!(sampling.repetition_penalty, Some(1.25));
         let off = fields("{\"repeat_penalty\": 1.5, \"repeat_last_n\": 0}").unwrap();
         assert_eq!(off.repetition_penalty, None);
-        let error = fields("{\"repeat_penalty\": 1.5, \"repeat_last_n\": 64}").unwrap_err();
-        assert_eq!(error.body()["error"]["param"], "repeat_last_n");
+        for penalty in ["repeat_penalty", "presence_penalty", "frequency_penalty"] {
+            let error = fields(&format!("{{\"{penalty}\": 1.5, \"repeat_last_n\": 64}}")).unwrap_err();
+            assert_eq!(error.body()["error"]["param"], "repeat_last_n");
+        }
         let separates = |text: &str| {
             let mut request = request(text);
             request.leave_fields_of_completions();
@@ -451,6 +468,26 @@ mod tests {
         assert_eq!(separates("{\"reasoning_format\": \"\"}"), (true, true));
         assert_eq!(separates("{\"reasoning_format\": \"none\", \"separate_reasoning\": true}"), (true, true));
         assert!(!separates("{\"reasoning_format\": \"deepseek-legacy\"}").1);
+    }
+
+    #[test]
+    fn two_names_of_a_field_must_agree() {
+        for (name, other, one, two) in [
+            ("typical_p", "typ_p", "0.5", "0.25"),
+            ("repetition_penalty", "repeat_penalty", "1.5", "1.25"),
+            ("cache_salt", "extra_key", "\"a\"", "\"b\""),
+            ("max_tokens", "n_predict", "3", "4"),
+            ("max_completion_tokens", "n_predict", "3", "4"),
+        ] {
+            let read = |one: &str, two: &str| {
+                request(&format!("{{\"{name}\": {one}, \"{other}\": {two}}}")).sampling_fields(None)
+            };
+            let error = read(one, two).unwrap_err().to_string();
+            assert!(error.contains(name) && error.contains(other), "{error}");
+            assert!(read(one, one).is_ok() && read(one, "null").is_ok() && read("null", two).is_ok());
+        }
+        let all = request("{\"max_tokens\": 3, \"n_predict\": -1}").sampling_fields(None).unwrap();
+        assert_eq!(all.max_tokens, Some(3));
     }
 
     #[test]

@@ -81,7 +81,8 @@ impl TokenizeRequest {
         self.unread.check(RequestKind::Tokenize, app.options.unknown_fields)?;
         app.model.check_name(self.model.as_deref())?;
         let max_model_len = app.engine.info().context;
-        if self.messages.is_some() {
+        self.check_one_text()?;
+        if self.messages.as_ref().is_some_and(|messages| !messages.is_empty() || !self.has_text()) {
             let mut chat = OpenAiRequest::of_chat(self.messages, self.tools, self.add_generation_prompt);
             let ids = render(app, &mut chat, None)?.ids;
             return written(app, "messages", &Tokenized { count: ids.len(), tokens: ids, max_model_len });
@@ -90,8 +91,15 @@ impl TokenizeRequest {
         let add_special = self.add_special_tokens.or(self.add_special).unwrap_or(self.content.is_none());
         let sent =
             [("prompt", self.prompt), ("text", self.text), ("content", self.content.map(OneOrMany::One))];
-        let Some((field, prompt)) = sent.into_iter().find_map(|(name, text)| Some((name, text?))) else {
-            return Err(ApiError::bad_field("prompt", "there is neither a prompt nor messages"));
+        // An empty text beside another is what clients send for none.
+        let empty = |text: &OneOrMany<String>| match text {
+            OneOrMany::One(text) => text.is_empty(),
+            OneOrMany::Many(texts) => texts.is_empty(),
+        };
+        let sent = sent.into_iter().filter_map(|(name, text)| Some((name, text?)));
+        let Some((field, prompt)) = sent.min_by_key(|(_, text)| empty(text)) else {
+            let message = "there is nothing to tokenize: send content, prompt, text or messages";
+            return Err(ApiError::bad_field("prompt", message));
         };
         let many = matches!(prompt, OneOrMany::Many(_));
         let texts = prompt.into_vec();
@@ -130,6 +138,36 @@ impl TokenizeRequest {
         at_most(field, "tokens", count, MAX_PIECES)?;
         let tokens: Vec<Piece<'_>> = ids.iter().map(|&id| Piece::new(id, bytes_of(tokenizer, id))).collect();
         written(app, field, &Tokenized { tokens, count, max_model_len })
+    }
+}
+
+impl TokenizeRequest {
+    /// Whether there is a text, even an empty one.
+    fn has_text(&self) -> bool {
+        self.prompt.is_some() || self.text.is_some() || self.content.is_some()
+    }
+
+    /// Refuses two fields that say different things to tokenize.
+    fn check_one_text(&self) -> Result<(), ApiError> {
+        let filled = |text: &Option<OneOrMany<String>>| match text {
+            None => false,
+            Some(OneOrMany::One(text)) => !text.is_empty(),
+            Some(OneOrMany::Many(texts)) => !texts.is_empty(),
+        };
+        let said = [
+            ("prompt", filled(&self.prompt)),
+            ("text", filled(&self.text)),
+            ("content", self.content.as_ref().is_some_and(|text| !text.is_empty())),
+            ("messages", self.messages.as_ref().is_some_and(|messages| !messages.is_empty())),
+        ];
+        let mut said = said.into_iter().filter(|(_, said)| *said).map(|(name, _)| name);
+        match (said.next(), said.next()) {
+            (Some(one), Some(other)) => {
+                let message = format!("{one} and {other} exclude each other; send one of them");
+                Err(ApiError::bad_field(other, message))
+            }
+            _ => Ok(()),
+        }
     }
 }
 

@@ -108,6 +108,88 @@ async fn null_empty_and_neutral_values_are_fine_everywhere() {
     server.post("/generate", json!({"text": "a", "sampling_params": params})).await.ok();
 }
 
+/// Clients that know one door send its defaults to another.
+#[tokio::test]
+async fn neutral_values_of_fields_of_other_doors_are_fine() {
+    let server = mock();
+    let of_answers = json!({
+        "min_p": 0, "min_tokens": 0, "best_of": 1, "include_stop_str_in_output": false, "no_stop_trim": false,
+        "separate_reasoning": true, "parallel_tool_calls": true, "skip_special_tokens": true, "ignore_eos": false,
+        "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "n": 1, "detokenize": true,
+        "response_format": {"type": "text"},
+    });
+    for (path, request) in routes() {
+        let fields = with(json!({"stream": false, "temperature": 1, "n": 1}), &of_answers);
+        server.post(path, with(request.clone(), &fields)).await.ok();
+        let fields = match path {
+            // A chat has these, and templates decide about special tokens.
+            "/v1/chat/completions" => json!({"echo": false, "logprobs": false, "top_logprobs": 0}),
+            "/v1/completions" => json!({"logprobs": 0, "add_special_tokens": true}),
+            _ => json!({"echo": false, "logprobs": false, "top_logprobs": 0}),
+        };
+        server.post(path, with(request.clone(), &fields)).await.ok();
+        if !["/v1/chat/completions", "/v1/completions"].contains(&path) {
+            told(&server.post(path, with(request, &json!({"best_of": 2}))).await, "best_of");
+        }
+    }
+    let params = json!({"max_new_tokens": 2, "detokenize": true});
+    server.post("/generate", json!({"text": "a", "sampling_params": params})).await.ok();
+}
+
+/// A wrong name within a field is no better than one beside it.
+#[tokio::test]
+async fn fields_within_forms_of_answers_are_known() {
+    let [chat, completion, ..] = routes();
+    let format = json!({"response_format": {"type": "text", "nonsense": 1}});
+    let tool =
+        json!({"tools": [{"type": "function", "function": {"name": "f", "parametres": {"type": "object"}}}]});
+    let ignores = ServerOptions { unknown_fields: UnknownFields::Ignore, ..ServerOptions::default() };
+    let (strict, loose) = (mock(), mock_with(MockOptions::default(), ignores));
+    for ((path, request), extra, param) in [
+        (&chat, &format, "response_format.nonsense"),
+        (&completion, &format, "response_format.nonsense"),
+        (&chat, &tool, "tools[0].function.parametres"),
+    ] {
+        let error = strict.post(path, with(request.clone(), extra)).await.refused(400);
+        assert_eq!((&error["param"], &error["code"]), (&json!(param), &json!("unknown_parameter")));
+        loose.post(path, with(request.clone(), extra)).await.ok();
+    }
+}
+
+#[tokio::test]
+async fn two_names_of_a_field_must_not_differ() {
+    let server = mock();
+    let [chat, ..] = routes();
+    let params = |params: Value| json!({"text": "a", "sampling_params": params});
+    let messages = json!([{"role": "user", "content": "a"}]);
+    for (path, body, names) in [
+        (chat.0, with(chat.1.clone(), &json!({"typical_p": 0.5, "typ_p": 0.25})), ["typical_p", "typ_p"]),
+        (
+            chat.0,
+            with(chat.1.clone(), &json!({"max_tokens": 2, "n_predict": 3})),
+            ["max_tokens", "n_predict"],
+        ),
+        ("/generate", params(json!({"seed": 1, "sampling_seed": 2})), ["seed", "sampling_seed"]),
+        ("/generate", json!({"text": "a", "cache_salt": "a", "extra_key": "b"}), ["cache_salt", "extra_key"]),
+        ("/tokenize", json!({"prompt": "a", "messages": messages}), ["prompt", "messages"]),
+        ("/tokenize", json!({"prompt": "a", "content": "b"}), ["prompt", "content"]),
+        ("/tokenize", json!({}), ["content", "messages"]),
+    ] {
+        let error = server.post(path, body).await.refused(400);
+        let message = error["message"].as_str().unwrap();
+        assert!(names.iter().all(|name| message.contains(name)), "{message}");
+    }
+    for (path, body) in [
+        (chat.0, with(chat.1, &json!({"repetition_penalty": 1, "repeat_penalty": 1.5}))),
+        ("/generate", params(json!({"seed": 1, "sampling_seed": 1, "max_new_tokens": 1}))),
+        ("/tokenize", json!({"prompt": "", "messages": messages})),
+        ("/tokenize", json!({"prompt": "a", "messages": [], "content": ""})),
+        ("/tokenize", json!({"content": ""})),
+    ] {
+        server.post(path, body).await.ok();
+    }
+}
+
 /// What clients send for nothing, at fields that have a type.
 #[tokio::test]
 async fn empty_and_neutral_values_of_typed_fields_change_nothing() {

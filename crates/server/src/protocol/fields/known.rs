@@ -55,9 +55,47 @@ pub(super) fn known(kind: RequestKind, name: &str) -> Option<&'static Known> {
     find(&[own, BOOKKEEPING, SAMPLERS, SERVERS, ABSENT], name)
 }
 
+/// The values of a field of another door that ask for what every door does anyway, as a JSON list.
+pub(super) fn neutral_elsewhere(kind: RequestKind, name: &str) -> Option<&'static str> {
+    if kind.is_within_another() {
+        return None;
+    }
+    NEUTRAL.iter().find(|(field, _)| *field == name).map(|(_, neutral)| *neutral)
+}
+
 fn find(lists: &[&'static [Known]], name: &str) -> Option<&'static Known> {
     lists.iter().copied().flatten().find(|known| known.name == name)
 }
+
+/// Fields that some doors have, with the values that change nothing at those that do not have them.
+const NEUTRAL: &[(&str, &str)] = &[
+    ("stream", "[false]"),
+    ("n", "[1]"),
+    ("best_of", "[1]"),
+    ("temperature", "[1]"),
+    ("top_p", "[1]"),
+    ("top_k", "[-1, 0]"),
+    ("min_p", "[0]"),
+    ("repetition_penalty", "[1]"),
+    ("presence_penalty", "[0]"),
+    ("frequency_penalty", "[0]"),
+    ("min_tokens", "[0]"),
+    ("ignore_eos", "[false]"),
+    ("logprobs", "[false, 0]"),
+    ("top_logprobs", "[0]"),
+    ("return_logprob", "[false]"),
+    ("echo", "[false]"),
+    ("detokenize", "[true]"),
+    ("skip_special_tokens", "[true]"),
+    ("include_stop_str_in_output", "[false]"),
+    ("no_stop_trim", "[false]"),
+    ("separate_reasoning", "[true]"),
+    ("continue_final_message", "[false]"),
+    ("parallel_tool_calls", "[true]"),
+    ("tool_choice", "[\"none\", \"auto\"]"),
+    ("response_format", "[{\"type\": \"text\"}]"),
+    ("kv_demote", "[false]"),
+];
 
 /// Who asks and how it is accounted for: the answer is the same for everybody.
 const BOOKKEEPING: &[Known] = &[
@@ -379,6 +417,9 @@ mod tests {
             let neutral = known.neutral.map(serde_json::from_str::<Vec<Value>>);
             assert!(neutral.is_none_or(|list| list.is_ok()), "{}", known.name);
             assert!(!known.reason.is_empty(), "{}", known.name);
+        }
+        for (name, neutral) in NEUTRAL {
+            assert!(serde_json::from_str::<Vec<Value>>(neutral).is_ok(), "{name}");
         }
     }
 

@@ -1,12 +1,16 @@
 //! Fields that the type of a request does not have. Some are known to change nothing, some ask for what is not there;
 //! nobody knows what the others ask for, so they are refused by name rather than passed over.
 
+mod aliases;
+mod forms;
 mod known;
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use self::known::{Known, known};
+pub(crate) use self::aliases::{either, penalties};
+pub(crate) use self::forms::check_forms;
+use self::known::{Known, known, neutral_elsewhere};
 use super::ApiError;
 use crate::options::UnknownFields;
 
@@ -69,6 +73,11 @@ impl RequestKind {
         }
     }
 
+    /// Whether its fields are within a field of a body.
+    fn is_within_another(self) -> bool {
+        !self.name().starts_with('/') && self != RequestKind::SamplingParams
+    }
+
     /// The path of a field in the body.
     fn path(self, field: &str) -> String {
         let name = self.name();
@@ -98,7 +107,8 @@ impl UnreadFields {
     pub(crate) fn check(&self, kind: RequestKind, policy: UnknownFields) -> Result<(), ApiError> {
         for (name, value) in &self.0 {
             let known = known(kind, name);
-            if says_nothing(value) || known.is_some_and(|known| known.is_fine(value)) {
+            let neutral = neutral_elsewhere(kind, name).is_some_and(|neutral| is_one_of(value, neutral));
+            if says_nothing(value) || neutral || known.is_some_and(|known| known.is_fine(value)) {
                 continue;
             }
             let shown = &name[..name.floor_char_boundary(MAX_NAME)];
@@ -108,17 +118,17 @@ impl UnreadFields {
                 (UnknownFields::Refuse, Some(known)) => {
                     return Err(ApiError::unsupported(&path, format!("{path}: {}", known.reason)));
                 }
-                (UnknownFields::Refuse, None) => {
-                    let message = format!(
-                        "{} has no field {shown:?} (--unknown-fields ignore accepts any)",
-                        kind.name()
-                    );
-                    return Err(ApiError::bad_field(path, message).with_code("unknown_parameter"));
-                }
+                (UnknownFields::Refuse, None) => return Err(stranger(kind.name(), shown, path)),
             }
         }
         Ok(())
     }
+}
+
+/// The error of a field at `path` that nobody knows.
+fn stranger(place: &str, name: &str, path: String) -> ApiError {
+    let message = format!("{place} has no field {name:?} (--unknown-fields ignore accepts any)");
+    ApiError::bad_field(path, message).with_code("unknown_parameter")
 }
 
 /// Whether a value is what clients send for nothing: null, an empty text, list or object, or a list of such.
@@ -158,18 +168,21 @@ pub(crate) fn leave_tools_of_servers(
 impl Known {
     /// Whether the field may have this value.
     fn is_fine(&self, value: &Value) -> bool {
-        let Some(neutral) = self.neutral else { return true };
-        let neutral: Vec<Value> = serde_json::from_str(neutral).unwrap_or_default();
-        // 0 is 0.0, and a batch has the same value for each prompt.
-        let same = |one: &Value, other: &Value| match (one.as_f64(), other.as_f64()) {
-            (Some(one), Some(other)) => one == other,
-            _ => one == other,
-        };
-        neutral.iter().any(|neutral| {
-            same(neutral, value)
-                || value.as_array().is_some_and(|list| list.iter().all(|value| same(neutral, value)))
-        })
+        self.neutral.is_none_or(|neutral| is_one_of(value, neutral))
     }
+}
+
+/// Whether a value is among those of a JSON list.
+fn is_one_of(value: &Value, list: &str) -> bool {
+    let list: Vec<Value> = serde_json::from_str(list).unwrap_or_default();
+    // 0 is 0.0, and a batch has the same value for each prompt.
+    let same = |one: &Value, other: &Value| match (one.as_f64(), other.as_f64()) {
+        (Some(one), Some(other)) => one == other,
+        _ => one == other,
+    };
+    list.iter().any(|known| {
+        same(known, value) || value.as_array().is_some_and(|list| list.iter().all(|value| same(known, value)))
+    })
 }
 
 #[cfg(test)]

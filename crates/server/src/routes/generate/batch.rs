@@ -7,7 +7,7 @@ use oscar_engine::GenerateOptions;
 use super::answer::Listing;
 use crate::protocol::{
     AnswerFormat, ApiError, GenerateRequest, Ids, Object, OneOrMany, PrecisionFields, RequestKind,
-    SamplingParams,
+    SamplingParams, either,
 };
 use crate::requests::request_id;
 use crate::routes::constrain::asked_form;
@@ -58,7 +58,11 @@ impl Batch {
         let wanted = for_all(request.return_logprob.take(), false, count, "return_logprob")?;
         let starts = for_all(request.logprob_start_len.take(), -1, count, "logprob_start_len")?;
         let tops = for_all(request.top_logprobs_num.take(), 0, count, "top_logprobs_num")?;
-        let salt = request.cache_salt.take().or(request.extra_key.take());
+        let salt = either(
+            ("cache_salt", request.cache_salt.take()),
+            ("extra_key", request.extra_key.take()),
+            String::is_empty,
+        )?;
         let with_text = request.return_text_in_logprobs.unwrap_or(false);
         let mut read = Vec::with_capacity(count);
         let mut formats = Vec::new();
@@ -109,7 +113,7 @@ impl Settings {
         if formats.last() != Some(&format) {
             formats.push(format);
         }
-        let options = params.sampling_fields(salt.clone()).options(&app.model.sampling)?;
+        let options = params.sampling_fields(salt.clone())?.options(&app.model.sampling)?;
         let options = precision.apply(app.engine.info(), options)?;
         Ok(Settings { params, options, format: formats.len() - 1 })
     }
