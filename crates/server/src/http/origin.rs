@@ -31,9 +31,15 @@ impl TrustedSites {
     pub(crate) fn check_host(&self, request: &Request) -> Result<(), ApiError> {
         let Some(host) = host(request) else { return Ok(()) };
         let name = host_name(host).to_ascii_lowercase();
+        // The full form of a name ends with a dot.
+        let name = name.strip_suffix('.').unwrap_or(&name);
+        if name.is_empty() {
+            let message = "the header Host is empty, expected the name or address of this server";
+            return Err(ApiError::new(StatusCode::FORBIDDEN, message).with_code("host_not_allowed"));
+        }
         let address = name.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>().is_ok();
         let loopback = name == "localhost" || name.ends_with(".localhost");
-        if address || loopback || self.hosts.iter().any(|known| known == "*" || *known == name) {
+        if address || loopback || self.hosts.iter().any(|known| known == "*" || known == name) {
             return Ok(());
         }
         let name: String = name.chars().take(100).collect();
@@ -122,6 +128,9 @@ mod tests {
             "[::1]:30000",
             "[::1]",
             "oscar.example:80",
+            "localhost.",
+            "localhost.:30000",
+            "oscar.example.:80",
         ] {
             assert!(ok(good), "{good}");
         }
@@ -130,11 +139,16 @@ mod tests {
             "localhost.evil.example:30000",
             "127.0.0.1.evil.example",
             "",
+            ".",
+            ":30000",
+            "localhost..",
             "oscar.example.evil",
         ] {
             assert!(!ok(bad), "{bad}");
         }
         assert!(sites.check_host(&request(&[])).is_ok());
+        let empty = sites.check_host(&request(&[("host", "")])).unwrap_err().to_string();
+        assert!(empty.contains("empty") && !empty.contains("--allowed-hosts"), "{empty}");
         assert!(
             TrustedSites::new(&["*".to_owned()], &[])
                 .check_host(&request(&[("host", "evil.example")]))

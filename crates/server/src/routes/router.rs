@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use axum::Router;
+use axum::body::HttpBody;
 use axum::extract::{Request, State};
 use axum::http::{HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::middleware::{self, Next};
@@ -149,7 +150,8 @@ impl Middleware {
             // Routers post to `/flush_cache` without a body or a type. A page cannot do that without an origin, which has
             // been looked at; an address in a page can make a browser GET or HEAD, in old ones without saying for whom.
             // Other methods are refused by the routes.
-            let untyped = !request.headers().contains_key(header::CONTENT_TYPE);
+            let untyped =
+                !request.headers().contains_key(header::CONTENT_TYPE) && request.body().is_end_stream();
             let may_be_untyped = match *request.method() {
                 Method::GET | Method::HEAD => false,
                 Method::POST => path != "/abort_request",

@@ -42,6 +42,7 @@ async fn a_page_of_another_site_cannot_change_anything() {
     }
     // Routers flush their workers so; an image in a page would be a GET.
     server.send(request(Method::POST, "/flush_cache", &[own], "")).await.ok();
+    server.send(request(Method::POST, "/flush_cache", &[own], "a form has a body")).await.refused(415);
     server.send(request(Method::GET, "/flush_cache", &[own], "")).await.refused(415);
     assert_eq!(server.send(request(Method::HEAD, "/flush_cache", &[own], "")).await.status, 415);
     server.send(request(Method::POST, "/abort_request", &[own], ABORT)).await.refused(415);
