@@ -148,8 +148,10 @@ impl GrammarFactory {
             return self.forced_calls(calls, after);
         }
         let (what, grammar) = grammar_of(constraint)?;
-        let matcher =
-            self.compile(within(grammar, after)).map_err(|reason| GrammarError::Invalid { what, reason })?;
+        let matcher = self.compile(within(grammar, after)).map_err(|reason| {
+            let ours = matches!(constraint, Constraint::StructuralTag(_));
+            GrammarError::Invalid { what, reason: if ours { without_place(&reason) } else { reason } }
+        })?;
         Ok(Box::new(GrammarFilter::new(matcher)))
     }
 
@@ -176,10 +178,14 @@ impl GrammarFactory {
                     match compile(&[tool], &[], None) {
                         Ok(_) => {}
                         Err(_) if !tool.strict => loose.push(tool.name.as_str()),
-                        Err(reason) => return Err(GrammarError::Tool { tool: tool.name.clone(), reason }),
+                        Err(reason) => {
+                            let (tool, reason) = (tool.name.clone(), without_place(&reason));
+                            return Err(GrammarError::Tool { tool, reason });
+                        }
                     }
                 }
-                compile(&chosen, &loose, after).map_err(|reason| GrammarError::Invalid { what, reason })?
+                compile(&chosen, &loose, after)
+                    .map_err(|reason| GrammarError::Invalid { what, reason: without_place(&reason) })?
             }
         };
         Ok(Box::new(GrammarFilter::new(matcher)))
@@ -218,6 +224,14 @@ fn tidy(error: &str) -> String {
     }
     let end = error.floor_char_boundary(LONGEST_REASON);
     if end < error.len() { format!("{}…", &error[..end]) } else { error.to_owned() }
+}
+
+/// The library's complaint about a grammar that was written here, without the place in it, which the client has not seen.
+fn without_place(error: &str) -> String {
+    let line = error.lines().next().unwrap_or_default();
+    let place = line.strip_prefix("at ").and_then(|line| line.split_once("): ")).map(|(_, error)| error);
+    let error = place.unwrap_or(line);
+    error.strip_prefix("failed to compile JSON schema: ").unwrap_or(error).to_owned()
 }
 
 impl std::fmt::Debug for GrammarFactory {

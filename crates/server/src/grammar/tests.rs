@@ -401,6 +401,8 @@ fn forced_calls_that_cannot_be() {
         reason.starts_with("the schema of tool `odd` cannot be used: ") && reason.contains("not"),
         "{reason}"
     );
+    // The grammar in which the schema is a part is ours, and no business of the client.
+    assert!(!reason.contains(['\n', '%']) && !reason.contains("at "), "{reason}");
 }
 
 /// How much of a text a constraint takes, and whether the answer may end there.

@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 
 use super::ServedModel;
 use super::call_forms::check_written;
-use super::roles::{check_results, check_roles};
+use super::roles::{check_results, check_roles, rename_function_results};
 use super::tool_text::{CallWriter, describe_tools, give_to_system_message, shorten_ids, write_calls};
 use crate::options::ServerOptions;
 use crate::protocol::{ApiError, MAX_MESSAGES, MAX_PARTS, OpenAiRequest, at_most, says_nothing, text_error};
@@ -73,6 +73,7 @@ impl Chat {
         options: &ServerOptions,
     ) -> Result<RenderedText, ApiError> {
         let template = model.template()?;
+        rename_function_results(&mut self.messages, template);
         check_roles(&self.messages, template)?;
         check_results(&self.messages)?;
         if !template.source().contains("developer") {

@@ -44,6 +44,15 @@ fn names_role(template: &str, role: &str) -> bool {
     })
 }
 
+/// Gives results the role that they have today where they have their old one, which few templates know.
+pub(super) fn rename_function_results(messages: &mut [Value], template: &ChatTemplate) {
+    for message in messages.iter_mut().filter(|message| message["role"] == "function") {
+        if !names_role(template.source(), "function") {
+            message["role"] = "tool".into();
+        }
+    }
+}
+
 /// Refuses results of tools that were not called before.
 pub(super) fn check_results(messages: &[Value]) -> Result<(), ApiError> {
     let mut called = false;
@@ -94,6 +103,17 @@ mod tests {
         for role in ["wizard", "Assistant", "messages", "python"] {
             assert_eq!(param(check_roles(&said(role), &template)), "messages[1].role");
         }
+    }
+
+    #[test]
+    fn old_results_are_results_of_tools_unless_the_template_knows_them() {
+        let renamed = |template: &str| {
+            let mut messages = [json!({"role": "function", "name": "f", "content": "3"})];
+            rename_function_results(&mut messages, &ChatTemplate::from_source(template).unwrap());
+            messages[0]["role"].clone()
+        };
+        assert_eq!(renamed("{{ messages }}"), "tool");
+        assert_eq!(renamed("{% if messages[0].role == 'function' %}{% endif %}"), "function");
     }
 
     #[test]
