@@ -22,6 +22,9 @@ const SHORT_TEXT_BYTES: usize = 1 << 10;
 /// Bodies of more bytes are parsed there too, which takes a fraction of that.
 const SHORT_BODY_BYTES: usize = 16 << 10;
 
+/// So many bytes of long texts are tokenized at a time, or else one text: a tokenizer takes a hundred times as much.
+const TOKENIZED_BYTES: usize = 4 << 20;
+
 /// What all requests share.
 pub(crate) struct AppState {
     pub(crate) engine: Arc<dyn Serve>,
@@ -39,6 +42,8 @@ pub(crate) struct AppState {
     /// in milliseconds and must not wait for megabytes.
     encoders: Arc<Semaphore>,
     short_encoders: Arc<Semaphore>,
+    /// A permit for each KiB of long texts that may be tokenized at a time.
+    tokenized: Arc<Semaphore>,
     /// The memory for bodies that are being read or parsed.
     pub(crate) bodies: Arc<BodyBudget>,
 }
@@ -61,6 +66,7 @@ impl AppState {
             draining: AtomicBool::new(false),
             encoders: Arc::new(Semaphore::new(cores)),
             short_encoders: Arc::new(Semaphore::new(cores)),
+            tokenized: Arc::new(Semaphore::new(TOKENIZED_BYTES >> 10)),
         }
     }
 
@@ -131,7 +137,19 @@ impl AppState {
         memory: BodyMemory,
         work: impl FnOnce(&AppState) -> Result<T, ApiError> + Send + 'static,
     ) -> Result<(T, BodyMemory), ApiError> {
-        self.encode(memory.len(), move |app| Ok((work(app)?, memory))).await
+        let len = memory.len();
+        let work = move |app: &AppState| Ok((work(app)?, memory));
+        if len <= SHORT_BODY_BYTES {
+            return self.encode(len, work).await;
+        }
+        let share = u32::try_from((len >> 10).min(TOKENIZED_BYTES >> 10)).unwrap_or(u32::MAX);
+        let share = Arc::clone(&self.tokenized).acquire_many_owned(share).await;
+        let share = share.map_err(|error| ApiError::internal(&error))?;
+        let work = move |app: &AppState| {
+            let _share = share;
+            work(app)
+        };
+        self.encode(len, work).await
     }
 
     /// The same for work that is much less than tokenizing, such as parsing.
@@ -143,7 +161,7 @@ impl AppState {
         if memory.len() <= SHORT_BODY_BYTES {
             return Ok((work(self)?, memory));
         }
-        self.encode_body(memory, work).await
+        self.encode(memory.len(), move |app| Ok((work(app)?, memory))).await
     }
 }
 
@@ -190,13 +208,16 @@ mod tests {
         tokio::task::spawn_blocking(move || begun.recv().unwrap()).await.unwrap();
         // The budget itself, and the body's share of it.
         assert_eq!(Arc::strong_count(&app.bodies), 2);
+        // A megabyte of what may be tokenized at a time.
+        let tokenized = TOKENIZED_BYTES >> 10;
+        assert_eq!(app.tokenized.available_permits(), tokenized - 1024);
         request.abort();
         assert!(request.await.unwrap_err().is_cancelled());
         assert!(is_dropped.recv().is_err(), "the request is gone");
         assert_eq!(app.encoders.available_permits(), places - 1);
         assert_eq!(Arc::strong_count(&app.bodies), 2);
         drop(end);
-        while app.encoders.available_permits() < places {
+        while app.encoders.available_permits() < places || app.tokenized.available_permits() < tokenized {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     }
