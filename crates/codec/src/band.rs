@@ -86,12 +86,12 @@ pub const BOUNDS: [f32; 16] = [
 pub const OCTAVES_BELOW: u32 = 8;
 
 /// The scale that a code stands for: 0, or 2 to the power of `code / 16 - 8`.
-pub fn scale(code: u8) -> f32 {
+pub const fn scale(code: u8) -> f32 {
     match code {
         0 => 0.0,
         _ => {
-            let octave = u32::from(code >> 4);
-            f32::from_bits(OCTAVE[usize::from(code & 15)].to_bits() + (octave << 23) - (OCTAVES_BELOW << 23))
+            let octave = (code >> 4) as u32;
+            f32::from_bits(OCTAVE[(code & 15) as usize].to_bits() + (octave << 23) - (OCTAVES_BELOW << 23))
         }
     }
 }

@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 use super::bytes::Bytes;
 use super::codes::CodeWords;
 use super::intrinsics;
-use super::vector::Vector;
+use super::vector::{OCTAVE_BITS, Vector};
 
 impl Vector for __m256 {
     const WIDTH: usize = 8;
@@ -83,6 +83,26 @@ impl Vector for __m256 {
             let sign = _mm_slli_epi16::<8>(_mm_xor_si128(words, magnitude));
             let half = _mm_or_si128(_mm_or_si128(sign, _mm_slli_epi16::<7>(magnitude)), nan);
             _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_band_scales(at: *const u8) -> Self {
+        // SAFETY: the caller promises eight bytes; the table has sixteen words.
+        unsafe {
+            let codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(at.cast()));
+            let table = OCTAVE_BITS.as_ptr().cast::<__m256i>();
+            // A permutation looks at the lowest three bits of an index, and a blend at the sign: bit 3 is moved there.
+            let first = _mm256_permutevar8x32_epi32(_mm256_loadu_si256(table), codes);
+            let second = _mm256_permutevar8x32_epi32(_mm256_loadu_si256(table.add(1)), codes);
+            let step = _mm256_blendv_ps(
+                _mm256_castsi256_ps(first),
+                _mm256_castsi256_ps(second),
+                _mm256_castsi256_ps(_mm256_slli_epi32::<28>(codes)),
+            );
+            let scales = _mm256_add_epi32(_mm256_castps_si256(step), _mm256_slli_epi32::<19>(codes));
+            let zero = _mm256_cmpeq_epi32(codes, _mm256_setzero_si256());
+            _mm256_castsi256_ps(_mm256_andnot_si256(zero, scales))
         }
     }
 
@@ -361,6 +381,7 @@ impl CodeWords for __m256i {
     type Sums = __m256i;
     /// Two sums of 16 bits for each word.
     type Partial = __m256i;
+    type Numbers = __m256;
 
     #[inline(always)]
     fn words_before_widening(bits: u32) -> usize {
@@ -421,6 +442,12 @@ impl CodeWords for __m256i {
     unsafe fn widen(sums: __m256i, partial: __m256i) -> __m256i {
         // SAFETY: the caller promises the instructions.
         unsafe { _mm256_add_epi32(sums, _mm256_madd_epi16(partial, _mm256_set1_epi16(1))) }
+    }
+
+    #[inline(always)]
+    unsafe fn join(high: __m256i, low: __m256i) -> __m256 {
+        // SAFETY: the caller promises the instructions.
+        unsafe { _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32::<8>(high), low)) }
     }
 
     #[inline(always)]

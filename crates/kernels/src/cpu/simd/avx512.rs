@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use super::codes::CodeWords;
 use super::intrinsics;
-use super::vector::Vector;
+use super::vector::{OCTAVE_BITS, Vector};
 
 impl Vector for __m512 {
     const WIDTH: usize = 16;
@@ -78,6 +78,18 @@ impl Vector for __m512 {
             let sign = _mm256_slli_epi16::<8>(_mm256_xor_si256(words, magnitude));
             let half = _mm256_or_si256(_mm256_or_si256(sign, _mm256_slli_epi16::<7>(magnitude)), nan);
             _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_band_scales(at: *const u8) -> Self {
+        // SAFETY: the caller promises sixteen bytes; the table has sixteen words.
+        unsafe {
+            let codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(at.cast()));
+            // A permutation looks at the lowest four bits of an index.
+            let step = _mm512_permutexvar_epi32(codes, _mm512_loadu_si512(OCTAVE_BITS.as_ptr().cast()));
+            let scales = _mm512_add_epi32(step, _mm512_slli_epi32::<19>(codes));
+            _mm512_castsi512_ps(_mm512_maskz_mov_epi32(_mm512_test_epi32_mask(codes, codes), scales))
         }
     }
 
@@ -210,6 +222,7 @@ impl CodeWords for __m512i {
     const LANES: usize = 16;
     type Sums = __m512i;
     type Partial = __m512i;
+    type Numbers = __m512;
 
     #[inline(always)]
     fn words_before_widening(_bits: u32) -> usize {
@@ -260,6 +273,12 @@ impl CodeWords for __m512i {
     #[inline(always)]
     unsafe fn widen(_sums: __m512i, partial: __m512i) -> __m512i {
         partial
+    }
+
+    #[inline(always)]
+    unsafe fn join(high: __m512i, low: __m512i) -> __m512 {
+        // SAFETY: the caller promises the instructions.
+        unsafe { _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32::<8>(high), low)) }
     }
 
     #[inline(always)]

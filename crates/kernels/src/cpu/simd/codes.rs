@@ -16,6 +16,8 @@ pub(crate) trait CodeWords: Copy {
     type Sums: Copy;
     /// Sums that are not widened yet.
     type Partial: Copy;
+    /// A register of numbers with as many lanes.
+    type Numbers;
 
     /// How many words of codes may be multiplied, each with all its codes of `bits` bits, before sums are widened.
     fn words_before_widening(bits: u32) -> usize;
@@ -36,6 +38,8 @@ pub(crate) trait CodeWords: Copy {
     unsafe fn add_products(partial: Self::Partial, codes: Self, bytes: Self) -> Self::Partial;
     /// What was summed since [`CodeWords::begin`], widened and added to the sums it began with.
     unsafe fn widen(sums: Self::Sums, partial: Self::Partial) -> Self::Sums;
+    /// `256·high + low` as numbers.
+    unsafe fn join(high: Self::Sums, low: Self::Sums) -> Self::Numbers;
     /// Writes [`CodeWords::LANES`] sums.
     unsafe fn store(sums: Self::Sums, at: *mut i32);
 }

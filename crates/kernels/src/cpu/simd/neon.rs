@@ -11,7 +11,7 @@ use std::arch::asm;
 use super::bytes::Bytes;
 use super::codes::CodeWords;
 use super::intrinsics;
-use super::vector::Vector;
+use super::vector::{BAND_SCALES, Vector};
 
 impl Vector for float32x4_t {
     const WIDTH: usize = 4;
@@ -68,6 +68,15 @@ impl Vector for float32x4_t {
             asm!("fcvtl {wide:v}.4s, {half:v}.4h", wide = lateout(vreg) wide, half = in(vreg) half,
                  options(pure, nomem, nostack, preserves_flags));
             vmulq_n_f32(wide, 256.0)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_band_scales(at: *const u8) -> Self {
+        // SAFETY: the caller promises four bytes.
+        unsafe {
+            let codes = at.cast::<[u8; 4]>().read();
+            vld1q_f32(codes.map(|code| BAND_SCALES[usize::from(code)]).as_ptr())
         }
     }
 
@@ -397,6 +406,7 @@ impl CodeWords for uint8x16_t {
     const LANES: usize = 4;
     type Sums = int32x4_t;
     type Partial = int32x4_t;
+    type Numbers = float32x4_t;
 
     #[inline(always)]
     fn words_before_widening(_bits: u32) -> usize {
@@ -453,6 +463,12 @@ impl CodeWords for uint8x16_t {
     #[inline(always)]
     unsafe fn widen(_sums: int32x4_t, partial: int32x4_t) -> int32x4_t {
         partial
+    }
+
+    #[inline(always)]
+    unsafe fn join(high: int32x4_t, low: int32x4_t) -> float32x4_t {
+        // SAFETY: NEON is part of the AArch64 baseline.
+        unsafe { vcvtq_f32_s32(vaddq_s32(vshlq_n_s32::<8>(high), low)) }
     }
 
     #[inline(always)]

@@ -4,7 +4,7 @@ use half::{bf16, f16};
 use oscar_codec::ScaleType;
 
 use super::codes::CodeWords;
-use super::vector::Vector;
+use super::vector::{BAND_SCALES, Vector};
 use crate::quant::fp8::E4M3;
 
 /// Four numbers in plain Rust.
@@ -53,6 +53,13 @@ impl Vector for Portable {
         // SAFETY: the caller promises four numbers.
         let bytes = unsafe { at.cast::<[u8; 4]>().read() };
         Portable(bytes.map(|byte| E4M3[usize::from(byte)]))
+    }
+
+    #[inline(always)]
+    unsafe fn load_band_scales(at: *const u8) -> Self {
+        // SAFETY: the caller promises four bytes.
+        let codes = unsafe { at.cast::<[u8; 4]>().read() };
+        Portable(codes.map(|code| BAND_SCALES[usize::from(code)]))
     }
 
     #[inline(always)]
@@ -187,6 +194,7 @@ impl CodeWords for [u32; 4] {
     const LANES: usize = 4;
     type Sums = [i32; 4];
     type Partial = [i32; 4];
+    type Numbers = Portable;
 
     #[inline(always)]
     fn words_before_widening(_bits: u32) -> usize {
@@ -235,6 +243,11 @@ impl CodeWords for [u32; 4] {
     #[inline(always)]
     unsafe fn widen(_sums: [i32; 4], partial: [i32; 4]) -> [i32; 4] {
         partial
+    }
+
+    #[inline(always)]
+    unsafe fn join(high: [i32; 4], low: [i32; 4]) -> Portable {
+        Portable(std::array::from_fn(|lane| ((high[lane] << 8) + low[lane]) as f32))
     }
 
     #[inline(always)]

@@ -253,3 +253,34 @@ fn every_fp8_number_is_loaded_as_it_is() {
         }
     }
 }
+
+struct BandScales<'a>(&'a [u8; 256]);
+
+impl Kernel for BandScales<'_> {
+    type Output = [f32; 256];
+
+    #[inline(always)]
+    unsafe fn run<V: Vector>(self) -> [f32; 256] {
+        let mut out = [0.0; 256];
+        for first in (0..256).step_by(V::WIDTH) {
+            // SAFETY: the caller promises the instructions; registers cover both arrays.
+            unsafe { V::load_band_scales(self.0.as_ptr().add(first)).store(out.as_mut_ptr().add(first)) };
+        }
+        out
+    }
+}
+
+#[test]
+fn every_scale_of_a_band_is_what_the_codec_says() {
+    let mut codes: Vec<u8> = (0..=255).collect();
+    // Every code in every lane.
+    for _ in 0..16 {
+        codes.rotate_left(1);
+        for simd in all() {
+            for (&code, found) in codes.iter().zip(simd.run(BandScales(codes.as_slice().try_into().unwrap())))
+            {
+                assert_eq!(found.to_bits(), oscar_codec::band::scale(code).to_bits(), "{simd:?} {code}");
+            }
+        }
+    }
+}

@@ -1,5 +1,9 @@
 //! Registers of `f32`, and what is computed with them on every instruction set alike.
 
+use oscar_codec::band::scale;
+#[cfg(target_arch = "x86_64")]
+use oscar_codec::band::{OCTAVE, OCTAVES_BELOW};
+
 use super::codes::CodeWords;
 
 /// A register of `f32`. Methods are inlined into functions that enable the instructions.
@@ -13,7 +17,7 @@ pub(crate) trait Vector: Copy {
     /// The number of registers that the instruction set has.
     const REGISTERS: usize;
     /// Registers of packed codes on the same instruction set, with as many lanes.
-    type Codes: CodeWords;
+    type Codes: CodeWords<Numbers = Self>;
 
     /// Reads [`Vector::WIDTH`] numbers.
     unsafe fn load(at: *const f32) -> Self;
@@ -23,6 +27,8 @@ pub(crate) trait Vector: Copy {
     unsafe fn load_bf16(at: *const u8) -> Self;
     /// Reads [`Vector::WIDTH`] FP8 numbers (E4M3).
     unsafe fn load_e4m3(at: *const u8) -> Self;
+    /// Reads [`Vector::WIDTH`] scales of bands, as [`oscar_codec::band::scale`] widens them.
+    unsafe fn load_band_scales(at: *const u8) -> Self;
     /// Reads [`Vector::WIDTH`] pairs of bf16 numbers: the first of each pair, and the second.
     unsafe fn load_bf16_pairs(at: *const u16) -> [Self; 2];
     /// Writes [`Vector::WIDTH`] numbers.
@@ -65,6 +71,30 @@ pub(crate) trait Vector: Copy {
     /// `to[j·to_stride + i] = from[i·from_stride + j]` for a square of [`Vector::WIDTH`].
     unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize);
 }
+
+/// The bits of the scales of one octave less those of their codes, shifted to where the exponent is. A scale's code, shifted
+/// by 19, has its octave where the exponent is, and below it the step inside the octave, which these are chosen by.
+#[cfg(target_arch = "x86_64")]
+pub(super) const OCTAVE_BITS: [u32; 16] = {
+    let mut bits = [0; 16];
+    let mut step = 0;
+    while step < 16 {
+        bits[step] = OCTAVE[step].to_bits() - (OCTAVES_BELOW << 23) - ((step as u32) << 19);
+        step += 1;
+    }
+    bits
+};
+
+/// The scale of every code.
+pub(super) static BAND_SCALES: [f32; 256] = {
+    let mut scales = [0.0; 256];
+    let mut code = 0;
+    while code < 256 {
+        scales[code] = scale(code as u8);
+        code += 1;
+    }
+    scales
+};
 
 /// 2ˣ for |x| <= 1/2 as a polynomial, lowest power first: the Chebyshev fit of relative error, good to 2e-8 in `f32`.
 const EXP2: [f32; 7] =

@@ -8,8 +8,7 @@ use std::arch::x86_64::*;
 
 use oscar_codec::{PAGE_TOKENS, ScaleType};
 
-use super::bands::band_logits;
-use super::engine::{BandKeys, Engine, KeySums, LANES, RowStates, Shape, ValueSums, Weights};
+use super::engine::{Engine, KeySums, LANES, RowStates, Shape, ValueSums, Weights};
 use super::product::most_rows;
 use super::registers::{
     LARGER_MAGNITUDE, Page, REGISTERS, exp2, join, load_pair, load_some, reduce_max, some, split, units,
@@ -37,7 +36,6 @@ const ROWS: usize = most_rows(LANES);
 
 impl Engine for Avx512 {
     const ROWS: usize = ROWS;
-    const JOINS_BANDS: bool = true;
 
     #[inline(always)]
     fn simd(&self) -> Simd {
@@ -54,12 +52,6 @@ impl Engine for Avx512 {
     fn total(&self, row: &[f32]) -> f32 {
         // SAFETY: as above.
         unsafe { total(row) }
-    }
-
-    #[inline(always)]
-    fn band_logits(&self, keys: &BandKeys<'_>, logits: &mut [f32]) {
-        // SAFETY: as above.
-        unsafe { band_logits(keys, logits) }
     }
 
     #[inline(always)]

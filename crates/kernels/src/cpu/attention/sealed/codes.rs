@@ -9,16 +9,15 @@
 
 use std::ops::Range;
 
-#[cfg(target_arch = "x86_64")]
 use oscar_codec::band::half_range;
 use oscar_codec::{CodecError, PAGE_TOKENS, Side};
 
 #[cfg(target_arch = "x86_64")]
 use super::avx512::Avx512;
-#[cfg(target_arch = "x86_64")]
 use super::band_places::{BandPlaces, QUAD};
+use super::bands::BandLogits;
 #[cfg(target_arch = "x86_64")]
-use super::engine::{BandKeys, KeyGroup, LANES};
+use super::engine::LANES;
 use super::engine::{Engine, KeySums, Left, RowStates, Shape, ValueSums, Weights};
 use super::fixed_point::FixedPoint;
 use super::product::{COLUMN_STEP, Product};
@@ -82,12 +81,6 @@ fn with_avx512(mut attention: CodeAttention<'_, Avx512>, work: &Work<'_, u8>, st
     attention.attend(work, states);
 }
 
-/// Whether an engine makes logits of the keys of these pages as it multiplies them.
-#[cfg(target_arch = "x86_64")]
-fn joins_bands<E: Engine>(shape: &Shape) -> bool {
-    E::JOINS_BANDS && shape.has_bands()
-}
-
 /// The queries of a call as bytes.
 struct Queries<'a> {
     stride: usize,
@@ -95,12 +88,12 @@ struct Queries<'a> {
     rows: usize,
     /// Number of rows of each head.
     head_rows: usize,
-    /// `[group][row][high, low][stride]`, zero outside the group; room for more rows at the end. For an engine that joins
-    /// bands, `[quad of channels][row][high, low][4 channels]`.
+    /// `[group][row][high, low][stride]`, zero outside the group; room for more rows at the end. For keys in bands,
+    /// `[quad of channels][row][high, low][4 channels]`.
     bytes: &'a [i8],
     /// `[group][row]`: what a unit stands for. Channels of a group are of like strength, those of two bands need not be.
     units: &'a [f32],
-    /// `[group][row]`: sum of the channels of the group; for an engine that joins bands, times half the largest code.
+    /// `[group][row]`: sum of the channels of the group; for keys in bands, times minus half the largest code.
     totals: &'a [f32],
 }
 
@@ -119,17 +112,16 @@ impl<'a> Queries<'a> {
         let bytes = bytes.at_least::<i8>((groups * rows + E::ROWS) * row_bytes);
         let (masked, numbers) = numbers.at_least::<f32>(d + 2 * groups * rows).split_at_mut(d);
         let (units, totals) = numbers.split_at_mut(groups * rows);
-        #[cfg(target_arch = "x86_64")]
-        if joins_bands::<E>(shape) {
+        if let Some(layout) = shape.bands() {
             let (quads, split) = bytes.split_at_mut(groups * rows * row_bytes);
             let (high, low) = split[..row_bytes].split_at_mut(stride);
             for (row, q) in work.q.chunks_exact(d).enumerate() {
-                for band in 0..groups {
-                    let KeyGroup { bits, channels, .. } = shape.key_group(band);
-                    let (at, padded) = (band * rows + row, channels.len().next_multiple_of(STRIDE_STEP));
+                for (index, band) in layout.bands().iter().enumerate() {
+                    let channels = band.range();
+                    let (at, padded) = (index * rows + row, channels.len().next_multiple_of(STRIDE_STEP));
                     units[at] =
                         engine.split_row(&q[channels.clone()], &mut high[..padded], &mut low[..padded]);
-                    totals[at] = half_range(bits) * engine.total(&q[channels.clone()]);
+                    totals[at] = -half_range(band.bits) * engine.total(&q[channels.clone()]);
                     for (index, channel) in channels.step_by(QUAD).enumerate() {
                         let quad = &mut quads[(channel / QUAD * rows + row) * 2 * QUAD..][..2 * QUAD];
                         quad[..QUAD].copy_from_slice(&high[index * QUAD..][..QUAD]);
@@ -141,7 +133,7 @@ impl<'a> Queries<'a> {
         }
         bytes[groups * rows * row_bytes..].fill(0);
         for group in 0..groups {
-            let channels = shape.key_group(group).channels;
+            let channels = shape.group(group);
             masked.fill(0.0);
             for (row, q) in work.q.chunks_exact(d).enumerate() {
                 masked[channels.clone()].copy_from_slice(&q[channels.clone()]);
@@ -154,12 +146,11 @@ impl<'a> Queries<'a> {
         Queries { stride, rows, head_rows, bytes, units, totals }
     }
 
-    /// The left side of the product of some rows of a head with keys of a group, from the channel on that the words of
-    /// the group begin with.
+    /// The left side of the product of some rows of a head with keys of a group.
     #[inline(always)]
-    fn left(&self, group: usize, first: usize, head: usize, rows: &Range<usize>) -> Left<'_> {
+    fn left(&self, group: usize, head: usize, rows: &Range<usize>) -> Left<'_> {
         let row = group * self.rows + head * self.head_rows + rows.start;
-        Left { bytes: &self.bytes[row * 2 * self.stride + first..], stride: self.stride, rows: rows.len() }
+        Left { bytes: &self.bytes[row * 2 * self.stride..], stride: self.stride, rows: rows.len() }
     }
 }
 
@@ -169,7 +160,6 @@ struct CodeAttention<'a, E> {
     shape: Shape,
     queries: Queries<'a>,
     /// Where in a page the bands of keys are; empty in formats without bands.
-    #[cfg(target_arch = "x86_64")]
     bands: BandPlaces,
     weights: Weights<'a>,
     /// The integer sums of the keys of this item and of the next; the two buffers change places at every item.
@@ -187,7 +177,8 @@ impl<'a, E: Engine> CodeAttention<'a, E> {
         let weight_bytes = weights.at_least(shape.groups * E::ROWS * 2 * PAGE_TOKENS);
         // Rows that no query has are multiplied too.
         weight_bytes.fill(0);
-        let key_sums = shape.key_groups() * E::ROWS * 2 * PAGE_TOKENS;
+        let parts = if shape.has_bands() { 1 } else { 2 * shape.groups };
+        let key_sums = parts * E::ROWS * PAGE_TOKENS;
         let sums = sums.at_least(2 * key_sums + shape.groups * E::ROWS * 2 * shape.padded);
         let (this, rest) = sums.split_at_mut(key_sums);
         let (next, value_sums) = rest.split_at_mut(key_sums);
@@ -196,7 +187,6 @@ impl<'a, E: Engine> CodeAttention<'a, E> {
         #[cfg(target_arch = "x86_64")]
         lanes.fill(0.0);
         CodeAttention {
-            #[cfg(target_arch = "x86_64")]
             bands: shape.bands().map(BandPlaces::new).unwrap_or_default(),
             engine,
             shape,
@@ -271,10 +261,9 @@ impl<'a, E: Engine> CodeAttention<'a, E> {
     #[inline(always)]
     fn multiply_keys(&mut self, items: &[WorkItem<'_>], n: usize) {
         let item = &items[n];
-        #[cfg(target_arch = "x86_64")]
-        if joins_bands::<E>(&self.shape) {
+        if self.shape.has_bands() {
             let first = item.head * self.queries.head_rows + item.rows.start;
-            let keys = BandKeys {
+            return self.engine.simd().run(BandLogits {
                 bands: &self.bands,
                 page: item.page,
                 rows: item.rows.len(),
@@ -282,17 +271,16 @@ impl<'a, E: Engine> CodeAttention<'a, E> {
                 units: &self.queries.units[first..],
                 offsets: &self.queries.totals[first..],
                 stride: self.queries.rows,
-            };
-            return self.engine.band_logits(&keys, bytemuck::cast_slice_mut(self.key_sums[n % 2]));
+                logits: bytemuck::cast_slice_mut(self.key_sums[n % 2]),
+            });
         }
         let group_sums = E::ROWS * 2 * PAGE_TOKENS;
-        for group in 0..self.shape.key_groups() {
-            let keys = self.shape.key_group(group);
+        for group in 0..self.shape.groups {
             self.engine.simd().run(Product {
-                bits: keys.bits,
-                left: self.queries.left(group, keys.first, item.head, &item.rows),
-                words: self.shape.key_words(&keys, item.page),
-                inner: keys.channels.start - keys.first..keys.channels.end - keys.first,
+                bits: self.shape.bits,
+                left: self.queries.left(group, item.head, &item.rows),
+                words: self.shape.key_words(item.page),
+                inner: self.shape.group(group),
                 columns: 0..PAGE_TOKENS,
                 sums: &mut self.key_sums[n % 2][group * group_sums..][..group_sums],
             });

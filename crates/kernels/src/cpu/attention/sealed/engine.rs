@@ -4,8 +4,6 @@ use std::ops::Range;
 
 use oscar_codec::{BandLayout, CodeLayout, PAGE_TOKENS, ScaleType};
 
-#[cfg(target_arch = "x86_64")]
-use super::band_places::BandPlaces;
 use crate::cpu::attention::work::Span;
 use crate::cpu::simd::Simd;
 
@@ -28,17 +26,6 @@ pub(super) struct Shape {
     channels: usize,
     /// The bands of keys, in a format whose keys are in bands.
     bands: Option<BandLayout>,
-}
-
-/// Channels of keys that share a scale for each token.
-#[derive(Clone)]
-pub(super) struct KeyGroup {
-    pub(super) bits: u32,
-    pub(super) channels: Range<usize>,
-    /// The channel that the words of this group begin with.
-    pub(super) first: usize,
-    /// Offset in bytes of these words in a page.
-    words: usize,
 }
 
 impl Shape {
@@ -65,7 +52,6 @@ impl Shape {
     }
 
     /// The bands of keys, in a format whose keys are in bands.
-    #[cfg(target_arch = "x86_64")]
     pub(super) fn bands(&self) -> Option<&BandLayout> {
         self.bands.as_ref()
     }
@@ -87,18 +73,6 @@ impl Shape {
         self.bands.as_ref().map_or(self.groups, |layout| layout.bands().len())
     }
 
-    #[inline(always)]
-    pub(super) fn key_group(&self, group: usize) -> KeyGroup {
-        match &self.bands {
-            None => KeyGroup { bits: self.bits, channels: self.group(group), first: 0, words: 0 },
-            Some(layout) => {
-                let band = &layout.bands()[group];
-                let words = 4 * band.region_word * PAGE_TOKENS;
-                KeyGroup { bits: band.bits, channels: band.range(), first: band.region, words }
-            }
-        }
-    }
-
     /// Number of bytes that the codes of keys have in a page.
     fn key_bytes(&self) -> usize {
         self.bands.as_ref().map_or(self.value_bytes(), BandLayout::value_codes)
@@ -109,10 +83,10 @@ impl Shape {
         PAGE_TOKENS * self.padded * self.bits as usize / 8
     }
 
-    /// The words of a group of keys.
+    /// The words of all keys, in a format whose keys are not in bands.
     #[inline(always)]
-    pub(super) fn key_words<'a>(&self, group: &KeyGroup, page: &'a [u8]) -> Words<'a> {
-        Words { bytes: &page[group.words..self.key_bytes()], width: PAGE_TOKENS }
+    pub(super) fn key_words<'a>(&self, page: &'a [u8]) -> Words<'a> {
+        Words { bytes: &page[..self.key_bytes()], width: PAGE_TOKENS }
     }
 
     /// The words of all values.
@@ -121,9 +95,10 @@ impl Shape {
         Words { bytes: &page[self.key_bytes()..][..self.value_bytes()], width: self.padded }
     }
 
-    /// The stored scales of the keys of a page: `[group][scale, offset][64 tokens]` in 16 bits, or `[band][64 tokens]` in 8.
+    /// The stored scales of the keys of a page: `[group][scale, offset][64 tokens]` in 16 bits; none of bands, whose logits
+    /// are scaled already.
     pub(super) fn key_scales<'a>(&self, page: &'a [u8]) -> &'a [u8] {
-        let bytes = if self.has_bands() { self.key_groups() } else { 4 * self.groups } * PAGE_TOKENS;
+        let bytes = if self.has_bands() { 0 } else { 4 * self.groups * PAGE_TOKENS };
         &page[self.key_bytes() + self.value_bytes()..][..bytes]
     }
 
@@ -132,9 +107,10 @@ impl Shape {
         &page[page.len() - 4 * self.groups * PAGE_TOKENS..]
     }
 
-    /// How many scales and offsets keys and values have in a page.
+    /// How many scales and offsets of 16 bits keys and values have in a page.
     pub(super) fn scale_counts(&self) -> [usize; 2] {
-        [self.key_groups(), self.groups].map(|groups| groups * 2 * PAGE_TOKENS)
+        let groups = 2 * PAGE_TOKENS * self.groups;
+        [if self.has_bands() { 0 } else { groups }, groups]
     }
 }
 
@@ -154,27 +130,10 @@ pub(super) struct Left<'a> {
     pub(super) rows: usize,
 }
 
-/// The keys of a page in bands, and some rows of queries for them.
-#[cfg(target_arch = "x86_64")]
-pub(super) struct BandKeys<'a> {
-    pub(super) bands: &'a BandPlaces,
-    pub(super) page: &'a [u8],
-    /// Number of query rows to multiply.
-    pub(super) rows: usize,
-    /// `[quad of channels][row][high, low][4 channels]`, rows from the first of these on; each band has its own unit.
-    pub(super) left: &'a [i8],
-    /// `[band]`, `stride` apart: what a unit of each row's query stands for.
-    pub(super) units: &'a [f32],
-    /// The offset of each row's query, in the same order: half the largest code times the sum of the channels.
-    pub(super) offsets: &'a [f32],
-    pub(super) stride: usize,
-}
-
 /// The integer sums of the keys of a page for some rows, and what makes logits of them.
 pub(super) struct KeySums<'a> {
     pub(super) shape: &'a Shape,
-    /// `[group][ROWS][high, low][64 tokens]`; logits of bands, if the engine has made them, as the bits of numbers
-    /// `[rows][64 tokens]`.
+    /// `[group][ROWS][high, low][64 tokens]`; of keys in bands their logits, as the bits of numbers `[rows][64 tokens]`.
     pub(super) sums: &'a [i32],
     /// `[group]`, `stride` apart: what a unit of each row's query stands for.
     pub(super) units: &'a [f32],
@@ -233,18 +192,8 @@ pub(super) trait Engine {
     /// The largest number of rows of one product.
     const ROWS: usize;
 
-    /// Whether keys in bands become logits in [`Self::band_logits`]. Otherwise the softmax has the sums of every band.
-    #[cfg(target_arch = "x86_64")]
-    const JOINS_BANDS: bool;
-
     /// The instruction set that the products and the rest are compiled for.
     fn simd(&self) -> Simd;
-
-    /// Writes the logits of keys in bands, `[rows][64 tokens]`.
-    #[cfg(target_arch = "x86_64")]
-    fn band_logits(&self, _keys: &BandKeys<'_>, _logits: &mut [f32]) {
-        unreachable!("this engine leaves the sums of bands apart");
-    }
 
     /// Splits a row into bytes (as many as a multiple of 64, zeros after the row) and returns what one unit stands for.
     fn split_row(&self, row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32;

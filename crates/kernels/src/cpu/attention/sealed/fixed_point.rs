@@ -7,10 +7,8 @@
 //! The kernels are plain loops that the compiler turns into vectors.
 
 use oscar_codec::PAGE_TOKENS;
-use oscar_codec::band::{self, half_range};
 
 use super::engine::{Engine, KeySums, RowStates, Shape, ValueSums, Weights};
-use super::product::most_rows;
 use super::scales::Widen;
 use crate::cpu::aligned::AlignedScratch;
 use crate::cpu::attention::floats::SoftmaxRows;
@@ -102,19 +100,6 @@ fn tokens<T>(slice: &[T]) -> &Tokens<T> {
     slice.first_chunk().expect("a number per token")
 }
 
-/// Widens the scales of bands, and writes offsets of half the largest code beside them.
-fn widen_bands(shape: &Shape, stored: &[u8], out: &mut [f32]) {
-    let bands = stored.chunks_exact(PAGE_TOKENS).zip(out.chunks_exact_mut(2 * PAGE_TOKENS));
-    for (group, (codes, out)) in bands.enumerate() {
-        let half = half_range(shape.key_group(group).bits);
-        let (scales, offsets) = out.split_at_mut(PAGE_TOKENS);
-        for ((code, scale), offset) in codes.iter().zip(scales).zip(offsets) {
-            *scale = band::scale(*code);
-            *offset = half * *scale;
-        }
-    }
-}
-
 /// Makes the logits of a row from its integer sums: `s·unit·(256·high + low) - o·total`. With `add` they are added to
 /// `logits`, else they replace what is there.
 #[inline(always)]
@@ -187,9 +172,7 @@ impl<'a> FixedPoint<'a> {
 }
 
 impl Engine for FixedPoint<'_> {
-    const ROWS: usize = most_rows(8);
-    #[cfg(target_arch = "x86_64")]
-    const JOINS_BANDS: bool = false;
+    const ROWS: usize = 8;
 
     fn simd(&self) -> Simd {
         self.simd
@@ -234,14 +217,14 @@ impl Kernel for Softmax<'_, '_, '_, '_> {
         let (key_scales, value_scales) = scales.split_at_mut(shape.scale_counts()[0]);
         // SAFETY: the caller promises the instructions.
         unsafe { Widen { stored: from.value_scales, scale_type, out: value_scales }.run::<V>() };
+        // SAFETY: as above.
+        unsafe { Widen { stored: from.key_scales, scale_type, out: key_scales }.run::<V>() };
         if shape.has_bands() {
-            widen_bands(shape, from.key_scales, key_scales);
-        } else {
-            // SAFETY: as above.
-            unsafe { Widen { stored: from.key_scales, scale_type, out: key_scales }.run::<V>() };
+            let made = bytemuck::cast_slice(&from.sums[..rows * PAGE_TOKENS]);
+            logits[..rows * PAGE_TOKENS].copy_from_slice(made);
         }
-        for group in 0..shape.key_groups() {
-            let affine = Affine::of(&key_scales[group * 2 * PAGE_TOKENS..]);
+        for (group, scales) in key_scales.chunks_exact(2 * PAGE_TOKENS).enumerate() {
+            let affine = Affine::of(scales);
             for row in 0..rows {
                 let sums = &from.sums[(group * ROWS + row) * 2 * PAGE_TOKENS..];
                 let at = group * from.stride + row;

@@ -21,7 +21,7 @@
 //! | `fixed_point` | numbers to pairs of bytes, integer sums to logits and values: AVX2, NEON |
 //! | `avx512`, `registers` | the same without leaving registers |
 //! | `band_places` | where the bands of keys lie in a page |
-//! | `bands` | logits of keys in bands, likewise |
+//! | `bands` | logits of keys in bands |
 //! | `prefill` | many rows on AMX, as tiles of bf16 |
 //! | `fp8` | 8-bit floats, widened to bf16 |
 //! | `scales` | scales and offsets of a page as numbers |
@@ -29,9 +29,7 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
-#[cfg(target_arch = "x86_64")]
 mod band_places;
-#[cfg(target_arch = "x86_64")]
 mod bands;
 mod codes;
 mod engine;

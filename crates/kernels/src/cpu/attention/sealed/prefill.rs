@@ -58,7 +58,7 @@ pub(super) fn attend(
         }
         // SAFETY: AMX implies AVX-512.
         unsafe {
-            widen(shape.bits, shape.key_words(&shape.key_group(0), page), keys);
+            widen(shape.bits, shape.key_words(page), keys);
             widen(shape.bits, shape.value_words(page), values);
         }
         let (of_keys, of_values) = scales.split_at_mut(shape.scale_counts()[0]);
@@ -188,7 +188,7 @@ mod tests {
                 [Side::Key, Side::Value].into_iter().zip(wide.chunks_exact_mut(PAGE_TOKENS * d))
             {
                 let words = match side {
-                    Side::Key => shape.key_words(&shape.key_group(0), &page),
+                    Side::Key => shape.key_words(&page),
                     Side::Value => shape.value_words(&page),
                 };
                 // SAFETY: the instructions are there.

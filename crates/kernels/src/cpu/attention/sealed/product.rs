@@ -61,21 +61,23 @@ unsafe fn multiply<C: CodeWords, const BITS: u32>(product: Product<'_>) {
     let mut first = columns.start;
     while first < columns.end {
         let registers = (columns.end - first) / C::LANES;
-        // SAFETY: `first < width`, so the offsets are inside the first row of words and of sums.
-        let block = unsafe {
-            Block {
-                left: left.bytes.as_ptr(),
-                stride: left.stride,
-                right: words.bytes.as_ptr().add(4 * first),
-                blocks: blocks.clone(),
-                width,
-                sums: sums.as_mut_ptr().add(first),
-            }
-        };
-        // SAFETY: the block covers so many registers of columns from `first` on, inside the lengths above.
-        first += C::LANES
-            * unsafe {
-                match left.rows {
+        let (mut row, mut done) = (0, 0);
+        while row < left.rows {
+            let rows = (left.rows - row).min(most_rows(C::LANES));
+            // Every group of rows takes as many registers: with 16 lanes there is one group, and with fewer lanes the rows do
+            // not matter.
+            // SAFETY: `first < width` and `row < rows`, so the offsets are inside of words and of sums; the block covers so many
+            // rows and registers of columns from there on.
+            done = unsafe {
+                let block = Block {
+                    left: left.bytes.as_ptr().add(row * 2 * left.stride),
+                    stride: left.stride,
+                    right: words.bytes.as_ptr().add(4 * first),
+                    blocks: blocks.clone(),
+                    width,
+                    sums: sums.as_mut_ptr().add(row * 2 * width + first),
+                };
+                match rows {
                     1 => block.rows::<C, BITS, 1>(registers),
                     2 => block.rows::<C, BITS, 2>(registers),
                     3 if most_rows(C::LANES) >= 3 => block.rows::<C, BITS, 3>(registers),
@@ -87,6 +89,9 @@ unsafe fn multiply<C: CodeWords, const BITS: u32>(product: Product<'_>) {
                     rows => unreachable!("a product of {rows} rows"),
                 }
             };
+            row += rows;
+        }
+        first += C::LANES * done;
     }
 }
 

@@ -3,7 +3,6 @@
 use std::arch::x86_64::*;
 
 use oscar_codec::PAGE_TOKENS;
-use oscar_codec::band::{OCTAVE, OCTAVES_BELOW};
 
 use super::engine::LANES;
 use super::fixed_point::{LARGEST, SMALLEST};
@@ -68,36 +67,6 @@ pub(super) fn load_some(row: &[f32], first: usize) -> __m512 {
 pub(super) unsafe fn load_pair<const BF16: bool>(scale: *const u16) -> (__m512, __m512) {
     // SAFETY: the caller's promise.
     unsafe { (widen::<BF16>(scale), widen::<BF16>(scale.add(PAGE_TOKENS))) }
-}
-
-/// The bits of the scales of one octave less those of their codes, shifted to where the exponent is: what a shifted code is
-/// added to.
-const OCTAVE_BITS: [u32; LANES] = {
-    let mut bits = [0; LANES];
-    let mut step = 0;
-    while step < LANES {
-        bits[step] = OCTAVE[step].to_bits() - (OCTAVES_BELOW << 23) - ((step as u32) << 19);
-        step += 1;
-    }
-    bits
-};
-
-/// 16 scales of bands from 8 bits each, as [`oscar_codec::band::scale`].
-///
-/// # Safety
-/// The pointer reaches 16 bytes.
-#[inline]
-#[target_feature(enable = "avx512f")]
-pub(super) unsafe fn load_band(codes: *const u8) -> __m512 {
-    // SAFETY: the caller's promise; the table has 16 words.
-    let (codes, octave) = unsafe {
-        (_mm512_cvtepu8_epi32(_mm_loadu_si128(codes.cast())), _mm512_loadu_si512(OCTAVE_BITS.as_ptr().cast()))
-    };
-    // A permutation looks at the lowest four bits of an index, the step inside an octave. Shifted by 19 the other four are
-    // the exponent, and these are what the table has less.
-    let step = _mm512_permutexvar_epi32(codes, octave);
-    let scale = _mm512_slli_epi32::<19>(codes);
-    _mm512_castsi512_ps(_mm512_maskz_add_epi32(_mm512_test_epi32_mask(codes, codes), step, scale))
 }
 
 /// 16 numbers from 16 bits each: bf16 or f16.
@@ -188,28 +157,4 @@ pub(super) fn reduce_max<const R: usize>(registers: [__m512; R]) -> __m128 {
     let lanes = combine_quarters!(_mm512_max_ps, quarters);
     let firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
     _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, lanes))
-}
-
-#[cfg(test)]
-mod tests {
-    use oscar_codec::band::scale;
-
-    use super::*;
-    use crate::cpu::isa::Isa;
-
-    #[test]
-    fn every_scale_of_a_band_is_what_the_codec_says() {
-        if !Isa::Avx512.is_available() {
-            return;
-        }
-        let codes: Vec<u8> = (0..=255).collect();
-        for codes in codes.chunks_exact(LANES) {
-            let mut scales = [0.0_f32; LANES];
-            // SAFETY: the instructions are there, and 16 codes and 16 numbers.
-            unsafe { _mm512_storeu_ps(scales.as_mut_ptr(), load_band(codes.as_ptr())) };
-            for (&code, found) in codes.iter().zip(scales) {
-                assert_eq!(found.to_bits(), scale(code).to_bits(), "{code}");
-            }
-        }
-    }
 }
