@@ -16,18 +16,23 @@
 //! | module | job |
 //! |---|---|
 //! | `exports` | the functions of both libraries |
-//! | `memory`, `stream`, `module` | what these work on |
+//! | `memory`, `stream`, `module`, `function` | what these work on |
 //! | `source` | macros and structs of kernel sources |
+//! | `call` | what a kernel is given |
+//! | `pages` | the order of pages that a source describes |
 //! | `kernels` | what each kernel computes |
 //! | `settings` | the card, and faults that are asked for |
 
 // It is all about memory that others name by address.
 #![allow(unsafe_code)]
 
+mod call;
 mod exports;
+mod function;
 mod kernels;
 mod memory;
 mod module;
+mod pages;
 mod settings;
 mod source;
 mod stream;

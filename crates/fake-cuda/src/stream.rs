@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys::CUresult;
 
+use crate::function::Launch;
 use crate::memory::{Access, Fault, memory};
-use crate::module::Launch;
 use crate::settings;
 
 /// Bytes on their way from the host, beyond which a stream goes on by itself.

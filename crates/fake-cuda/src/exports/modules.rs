@@ -9,7 +9,8 @@ use cudarc::driver::sys::{
 
 use super::device::has_context;
 use super::{SUCCESS, code, handle, refuse, shared, stream};
-use crate::module::{Function, Launch, Module};
+use crate::function::{Function, Launch};
+use crate::module::Module;
 use crate::stream::Work;
 
 /// Threads of a block, at most.

@@ -5,8 +5,8 @@ use half::{bf16, f16};
 
 use super::norm::inverse_norm;
 use super::tiles::COLUMNS;
+use crate::call::{Call, Record};
 use crate::memory::{Access, Fault};
-use crate::module::{Call, Record};
 
 const NORMED: i32 = 0;
 const GATED: i32 = 1;

@@ -1,10 +1,10 @@
 //! `attention.cu`: decode attention of a ragged batch. Blocks go through their lists of segments; whoever writes the last partial
 //! result of a unit merges them all.
 
-use super::pages::Order;
 use super::{add_multiple, dot};
+use crate::call::{Call, Record, Table};
 use crate::memory::Fault;
-use crate::module::{Call, Record, Table};
+use crate::pages::Order;
 
 /// What becomes of the result of a segment.
 const LEFT: i32 = 1;
@@ -128,8 +128,8 @@ pub(super) fn attend(call: &Call<'_>) -> Result<(), Fault> {
         call,
         head_dim: call.number("HEAD_DIM")?,
         room: 8 * call.number("ROW_TILES")?,
-        exact: Order::exact(call)?,
-        sealed: Order::sealed(call)?,
+        exact: call.exact_pages()?,
+        sealed: call.sealed_pages()?,
     };
     let segments = call.arguments.pointer("segments")?;
     for block in 0..call.grid[0] {

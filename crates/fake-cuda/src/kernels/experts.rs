@@ -4,8 +4,8 @@ use super::activations::{activated, packed_row, source_row, to_bf16, to_f16};
 use super::route::choices;
 use super::tiles::{COLUMNS, Kind, ROWS, tile_row};
 use super::{add_multiple, dot};
+use crate::call::{Call, Record};
 use crate::memory::Fault;
-use crate::module::{Call, Record};
 
 /// What all products of a launch share.
 struct Experts<'a> {

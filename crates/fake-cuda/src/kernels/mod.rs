@@ -9,7 +9,6 @@ mod attend;
 mod experts;
 mod multiply;
 mod norm;
-mod pages;
 mod route;
 mod rows;
 mod sample;
@@ -19,10 +18,8 @@ mod undo;
 mod weights;
 mod write;
 
-pub(crate) use pages::Pages;
-
+use crate::call::Call;
 use crate::memory::Fault;
-use crate::module::Call;
 
 /// A kernel.
 pub(crate) type Kernel = fn(&Call<'_>) -> Result<(), Fault>;

@@ -3,8 +3,8 @@
 use super::activations::{gated, packed_row, source_row, to_bf16, to_f16};
 use super::dot;
 use super::tiles::{COLUMNS, Kind, ROWS, tile_row};
+use crate::call::Call;
 use crate::memory::Fault;
-use crate::module::Call;
 
 const ADD: i32 = 1;
 const GATE: i32 = 2;

@@ -1,7 +1,7 @@
 //! `norm.cu`: norms that are launches of their own, and a factor.
 
+use crate::call::Call;
 use crate::memory::Fault;
-use crate::module::Call;
 
 /// Threads of a block, which the grid of `scale` is counted in.
 const THREADS: usize = 256;

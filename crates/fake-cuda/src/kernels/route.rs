@@ -1,8 +1,8 @@
 //! `route.cu`: which experts every row goes to, a list of jobs, and the sum of what experts make of a row.
 
 use super::add_multiple;
+use crate::call::Call;
 use crate::memory::Fault;
-use crate::module::Call;
 
 /// Rows of a block of `choose_experts`, and threads of a block of `combine`.
 const WARPS: usize = 8;

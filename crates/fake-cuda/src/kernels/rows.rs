@@ -3,9 +3,9 @@
 
 use super::attend::State;
 use super::dot;
-use super::pages::Order;
+use crate::call::Call;
 use crate::memory::Fault;
-use crate::module::Call;
+use crate::pages::Order;
 
 const PAGE: i32 = 64;
 /// Rows of a block: tokens times the query heads of a KV head.
@@ -89,7 +89,7 @@ struct Row {
 
 pub(super) fn attend_rows(call: &Call<'_>) -> Result<(), Fault> {
     let a = &call.arguments;
-    let (exact, sealed) = (Order::exact(call)?, Order::sealed(call)?);
+    let (exact, sealed) = (call.exact_pages()?, call.sealed_pages()?);
     let items = call.table("Item", a.pointer("items")?, call.grid[0])?;
     for index in 0..call.grid[0] {
         for head in 0..call.grid[1] {

@@ -1,7 +1,7 @@
 //! `sample.cu`: a token of every row of logits, and what the host needs to know of the row.
 
+use crate::call::{Call, Record, Written};
 use crate::memory::Fault;
-use crate::module::{Call, Record, Written};
 
 const NONE: u32 = u32::MAX;
 

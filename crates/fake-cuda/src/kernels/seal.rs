@@ -3,9 +3,8 @@
 use oscar_codec::rule::clip_index;
 use oscar_codec::{BandRows, CodeRows, PAGE_TOKENS, PageLayout, RowEncoder, Rule, Side};
 
-use super::pages::Order;
+use crate::call::Call;
 use crate::memory::Fault;
-use crate::module::Call;
 
 const COPIED: u32 = 0;
 const NO_HISTORY: u32 = 2;
@@ -43,7 +42,7 @@ fn encoder(call: &Call<'_>, layout: PageLayout, bits: u32) -> Result<RowEncoder,
 
 pub(super) fn seal(call: &Call<'_>) -> Result<(), Fault> {
     let (a, memory, d) = (&call.arguments, call.memory, call.number("HEAD_DIM")?);
-    let (exact, sealed) = (Order::exact(call)?, Order::sealed(call)?);
+    let (exact, sealed) = (call.exact_pages()?, call.sealed_pages()?);
     let (kv_heads, layers_here) = (a.count("kv_heads")?, a.count("layers_here")?);
     for block in 0..call.grid[0] {
         let (head, rest) = (block % kv_heads, block / kv_heads);

@@ -1,8 +1,8 @@
 //! `undo.cu`: outputs of attention back to the basis of values, less the share of learned sinks.
 
 use super::{add_multiple, dot};
+use crate::call::Call;
 use crate::memory::Fault;
-use crate::module::Call;
 
 /// Rows of a block.
 const VECTORS: usize = 16;

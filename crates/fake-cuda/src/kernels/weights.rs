@@ -6,8 +6,8 @@ use oscar_kernels::quant;
 use oscar_kernels::quant::block::Unpacked;
 
 use super::tiles::{self, COLUMNS, Kind, ROWS};
+use crate::call::Call;
 use crate::memory::Fault;
-use crate::module::Call;
 
 /// Warps of a block, each of which has a tile.
 const WARPS: usize = 8;

@@ -4,9 +4,9 @@ use half::bf16;
 use oscar_codec::Side;
 
 use super::add_multiple;
-use super::pages::Order;
+use crate::call::{Call, Record};
 use crate::memory::Fault;
-use crate::module::{Call, Record};
+use crate::pages::Order;
 
 /// Vectors that a row of threads has, four of which a block has side by side.
 const SIDE_BY_SIDE: usize = 4;
@@ -84,7 +84,7 @@ pub(super) fn write_rows(call: &Call<'_>) -> Result<(), Fault> {
     let launch = Launch {
         call,
         head_dim: call.number("HEAD_DIM")?,
-        exact: Order::exact(call)?,
+        exact: call.exact_pages()?,
         kv_heads: a.count("kv_heads")?,
         group: a.count("group")?,
         row_count: a.count("row_count")?,

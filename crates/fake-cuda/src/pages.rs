@@ -10,18 +10,37 @@ use oscar_codec::{BandLayout, CodeLayout, Fp8Layout, KeyWidths, PAGE_TOKENS, Pag
 use oscar_kernels::cuda::PageOrder;
 
 use crate::memory::{Access, Fault};
-use crate::module::{Call, Module};
+use crate::source::Source;
 
-/// The pages that a module reads.
+/// The pages that kernels of a source read.
 pub(crate) struct Pages {
     exact: Order,
     sealed: Option<Order>,
 }
 
+impl Pages {
+    /// The pages that the macros of a source describe.
+    pub(crate) fn of(source: &Source) -> Result<Pages, Fault> {
+        let head_dim = count(source, "HEAD_DIM")?;
+        let sealed = sealed_layout(source, head_dim)?.map(Order::new).transpose()?;
+        Ok(Pages { exact: Order::new(PageLayout::bf16(head_dim))?, sealed })
+    }
+
+    /// bf16 pages.
+    pub(crate) fn exact(&self) -> &Order {
+        &self.exact
+    }
+
+    /// Sealed pages; bf16 where the source knows no format of them.
+    pub(crate) fn sealed(&self) -> &Order {
+        self.sealed.as_ref().unwrap_or(&self.exact)
+    }
+}
+
 /// Pages of one format, with the place of every element.
 #[derive(Clone)]
-pub(super) struct Order {
-    pub(super) order: PageOrder,
+pub(crate) struct Order {
+    pub(crate) order: PageOrder,
     places: Arc<Places>,
 }
 
@@ -73,30 +92,19 @@ impl Order {
         Ok(Order { order, places: Arc::new(Places { elements, scales }) })
     }
 
-    /// bf16 pages of a kernel.
-    pub(super) fn exact(call: &Call<'_>) -> Result<Order, Fault> {
-        Ok(pages(call.module)?.exact.clone())
-    }
-
-    /// Sealed pages of a kernel; bf16 where it knows no format of them.
-    pub(super) fn sealed(call: &Call<'_>) -> Result<Order, Fault> {
-        let pages = pages(call.module)?;
-        Ok(pages.sealed.as_ref().unwrap_or(&pages.exact).clone())
-    }
-
     /// Bytes of a page of one head.
-    pub(super) fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         self.order.page_bytes()
     }
 
     /// Byte of an element of a bf16 page.
-    pub(super) fn byte(&self, side: Side, token: usize, channel: usize) -> Result<usize, Fault> {
+    pub(crate) fn byte(&self, side: Side, token: usize, channel: usize) -> Result<usize, Fault> {
         let place = self.places.elements[side as usize].get(token * self.order.head_dim() + channel);
         place.map(|place| place.byte as usize).ok_or_else(|| format!("token {token} of a page"))
     }
 
     /// The rows of a page: keys, then values, `[token][channel]`.
-    pub(super) fn rows(&self, memory: &Access, at: u64) -> Result<Arc<Rows>, Fault> {
+    pub(crate) fn rows(&self, memory: &Access, at: u64) -> Result<Arc<Rows>, Fault> {
         let page = memory.view::<u8>(at, self.bytes())?;
         let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
         let layout = self.order.layout();
@@ -158,7 +166,7 @@ impl Order {
 }
 
 /// Keys and values of a page, `[token][channel]`.
-pub(super) type Rows = [Vec<f32>; 2];
+pub(crate) type Rows = [Vec<f32>; 2];
 
 /// A page whose rows are known, for as long as its bytes are the same: most pages of a sequence are read in every step.
 struct KnownPage {
@@ -173,34 +181,24 @@ static KNOWN: Mutex<BTreeMap<u64, KnownPage>> = Mutex::new(BTreeMap::new());
 /// How many are remembered; 96 KB each at 128 channels.
 const MOST_KNOWN: usize = 4096;
 
-/// The pages of a module, worked out once.
-fn pages(module: &Module) -> Result<&Pages, Fault> {
-    let made = module.pages.get_or_init(|| {
-        let head_dim = count(module, "HEAD_DIM")?;
-        let sealed = sealed_layout(module, head_dim)?.map(Order::new).transpose()?;
-        Ok(Pages { exact: Order::new(PageLayout::bf16(head_dim))?, sealed })
-    });
-    made.as_ref().map_err(Clone::clone)
-}
-
-fn count(module: &Module, name: &str) -> Result<usize, Fault> {
-    let number = module.source.number(name)?;
+fn count(source: &Source, name: &str) -> Result<usize, Fault> {
+    let number = source.number(name)?;
     usize::try_from(number).map_err(|_| format!("{name} is {number}"))
 }
 
 /// The format of sealed pages that macros describe, if they describe one.
-fn sealed_layout(module: &Module, head_dim: usize) -> Result<Option<PageLayout>, Fault> {
+fn sealed_layout(source: &Source, head_dim: usize) -> Result<Option<PageLayout>, Fault> {
     let wrong = |error: oscar_codec::CodecError| error.to_string();
     // `seal.cu` calls them otherwise than those that read pages.
-    let Ok(bits) = count(module, "SEALED_BITS").or_else(|_| count(module, "BITS")) else { return Ok(None) };
-    let bands = [count(module, "BAND_UNITS")?, count(module, "BAND_BITS")?];
+    let Ok(bits) = count(source, "SEALED_BITS").or_else(|_| count(source, "BITS")) else { return Ok(None) };
+    let bands = [count(source, "BAND_UNITS")?, count(source, "BAND_BITS")?];
     Ok(match bits {
         0 | 16 => None,
         8 => Some(PageLayout::Fp8(Fp8Layout::new(head_dim).map_err(wrong)?)),
         _ if bands[0] != 0 => Some(PageLayout::Banded(band_layout(head_dim, bits, bands)?)),
         2 | 4 => {
-            let layout = CodeLayout::new(bits as u32, head_dim, count(module, "GROUPS")?).map_err(wrong)?;
-            let scales = if count(module, "SCALE_BF16")? != 0 { ScaleType::Bf16 } else { ScaleType::F16 };
+            let layout = CodeLayout::new(bits as u32, head_dim, count(source, "GROUPS")?).map_err(wrong)?;
+            let scales = if count(source, "SCALE_BF16")? != 0 { ScaleType::Bf16 } else { ScaleType::F16 };
             Some(PageLayout::Codes(layout.with_scales(scales)))
         }
         other => return Err(format!("pages of {other} bits")),
