@@ -4,6 +4,8 @@ use std::collections::HashSet;
 
 use serde_json::{Map, Value, json};
 
+use super::limits::check_schemas;
+
 /// White space that may stand between the parts of a JSON text: enough for every common way to lay it out, and too
 /// little for a model to lose itself in.
 const JSON_BLANKS: &str = r"[ ]{1,2}|\n[ ]{0,40}|\n\t{0,20}";
@@ -40,9 +42,13 @@ pub(super) fn prepared(schema: &Value) -> Value {
 /// Closes objects that list their properties and say nothing of others: small models would add keys until the answer
 /// is full. An object that is put together from several schemas stays open, as each of them sees only a part. So does one
 /// that needs more properties than it lists, which nothing could satisfy any more.
+///
+/// A schema beyond the limits stays as it is: whatever needs a grammar of it refuses it.
 pub(crate) fn closed(schema: &Value) -> Value {
     let mut schema = schema.clone();
-    if let Some(parts) = parts_of_others(&schema) {
+    if check_schemas("the schema", [&schema]).is_ok()
+        && let Some(parts) = parts_of_others(&schema)
+    {
         close(&mut schema, "#", &parts);
     }
     schema
@@ -55,11 +61,21 @@ fn parts_of_others(schema: &Value) -> Option<HashSet<String>> {
     find_parts(schema, false, &mut left);
     while let Some(part) = left.pop() {
         let definition = schema.pointer(part.strip_prefix('#')?)?;
-        if parts.insert(part) {
+        // A place has many names: `~` may stand for itself where it is no escape.
+        if parts.insert(part.split('/').map(|name| escaped(&unescaped(name))).collect::<Vec<_>>().join("/")) {
             find_parts(definition, true, &mut left);
         }
     }
     Some(parts)
+}
+
+/// A name as it is written in references.
+fn escaped(name: &str) -> String {
+    name.replace('~', "~0").replace('/', "~1")
+}
+
+fn unescaped(name: &str) -> String {
+    name.replace("~1", "/").replace("~0", "~")
 }
 
 /// Finds the references of a schema whose objects other schemas describe too; with `shared`, that holds for its own object
@@ -106,8 +122,7 @@ fn close(schema: &mut Value, place: &str, parts: &HashSet<String>) {
         match (keyword.as_str(), value) {
             ("properties" | "$defs" | "definitions", Value::Object(named)) => {
                 for (name, value) in named {
-                    let name = name.replace('~', "~0").replace('/', "~1");
-                    close(value, &format!("{place}/{keyword}/{name}"), parts);
+                    close(value, &format!("{place}/{keyword}/{}", escaped(name)), parts);
                 }
             }
             ("items" | "additionalProperties", value) => close(value, &format!("{place}/{keyword}"), parts),
@@ -268,6 +283,25 @@ mod tests {
         ] {
             assert_eq!(closed(&open), open);
         }
+    }
+
+    #[test]
+    fn a_place_is_one_whatever_a_reference_calls_it() {
+        let point = || json!({"type": "object", "properties": {"x": {"type": "integer"}}});
+        let list = |names: &[&str]| {
+            let references = names.iter().map(|name| json!({"$ref": format!("#/$defs/{name}")}));
+            let references: Vec<Value> = references.collect();
+            json!({"allOf": references, "$defs": {"~a/~": point(), "b": point()}})
+        };
+        for names in [&["~a~1~", "b"][..], &["~0a~1~", "b"], &["~a~1~0", "b"], &["~0a~1~0", "b"]] {
+            assert_eq!(closed(&list(names)), list(names));
+        }
+        let all = list(&["~a~1~", "~0a~1~", "~a~1~0", "~0a~1~0", "b"]);
+        let parts = parts_of_others(&all).unwrap();
+        assert_eq!(parts, HashSet::from(["#/$defs/~0a~1~0".to_owned(), "#/$defs/b".to_owned()]));
+        // What is too large for a grammar is not looked at.
+        let large = json!({"properties": {"x": {"enum": vec!["a".repeat(1000); 300]}}});
+        assert_eq!(closed(&large), large);
     }
 
     #[test]
