@@ -23,16 +23,17 @@ pub(crate) struct TrustedSites {
 impl TrustedSites {
     /// `hosts` are names besides loopback and addresses; `origins` those that CORS allows. `*` is any.
     pub(crate) fn new(hosts: &[String], origins: &[String]) -> TrustedSites {
-        let lower = |list: &[String]| list.iter().map(|name| name.to_ascii_lowercase()).collect();
-        TrustedSites { hosts: lower(hosts), origins: lower(origins) }
+        TrustedSites {
+            hosts: hosts.iter().map(|name| without_dot(&name.to_ascii_lowercase()).to_owned()).collect(),
+            origins: origins.iter().map(|origin| origin.to_ascii_lowercase()).collect(),
+        }
     }
 
     /// Refuses a `Host` that names somebody else. Whoever sends none is no browser.
     pub(crate) fn check_host(&self, request: &Request) -> Result<(), ApiError> {
         let Some(host) = host(request) else { return Ok(()) };
         let name = host_name(host).to_ascii_lowercase();
-        // The full form of a name ends with a dot.
-        let name = name.strip_suffix('.').unwrap_or(&name);
+        let name = without_dot(&name);
         if name.is_empty() {
             let message = "the header Host is empty, expected the name or address of this server";
             return Err(ApiError::new(StatusCode::FORBIDDEN, message).with_code("host_not_allowed"));
@@ -86,6 +87,11 @@ fn host(request: &Request) -> Option<&str> {
     header.or_else(|| request.uri().authority().map(|authority| authority.as_str()))
 }
 
+/// A name without the dot with which its full form ends.
+fn without_dot(name: &str) -> &str {
+    name.strip_suffix('.').unwrap_or(name)
+}
+
 /// A host without its port.
 fn host_name(host: &str) -> &str {
     match host.rsplit_once(':') {
@@ -117,7 +123,7 @@ mod tests {
 
     #[test]
     fn only_own_names_and_addresses_are_hosts() {
-        let sites = TrustedSites::new(&["Oscar.example".to_owned()], &[]);
+        let sites = TrustedSites::new(&["Oscar.example".to_owned(), "full.example.".to_owned()], &[]);
         let ok = |host: &str| sites.check_host(&request(&[("host", host)])).is_ok();
         for good in [
             "localhost",
@@ -131,6 +137,8 @@ mod tests {
             "localhost.",
             "localhost.:30000",
             "oscar.example.:80",
+            "full.example",
+            "full.example.:80",
         ] {
             assert!(ok(good), "{good}");
         }
