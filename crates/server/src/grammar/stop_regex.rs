@@ -16,7 +16,7 @@ use regex_automata::util::syntax;
 use super::rule_error::RuleError;
 
 /// The most bytes that the expressions of a request take when they are compiled: some thousands of states.
-const PROGRAM_BYTES: usize = 128 << 10;
+pub(super) const PROGRAM_BYTES: usize = 128 << 10;
 
 /// How far before a place assertions such as `\b` look: the bytes of the longest character.
 const LOOK_BEHIND: usize = 4;
@@ -37,7 +37,7 @@ pub(super) struct StopRegex {
 /// The states that have been visited at a place.
 #[derive(Clone, Default)]
 struct Visits {
-    /// The last place at which each state was visited.
+    /// The last place at which each state was visited, from the first byte on: until then there is none.
     last: Vec<u64>,
     place: u64,
     open: Vec<StateID>,
@@ -60,7 +60,7 @@ impl StopRegex {
             states: vec![program.start_unanchored()],
             tail: Vec::new(),
             found: false,
-            visits: Visits { last: vec![0; program.states().len()], ..Visits::default() },
+            visits: Visits::default(),
             program,
         }))
     }
@@ -96,6 +96,7 @@ impl Visits {
     /// Whether a match ends before the byte at a place. Otherwise `self.next` are the states to which the byte leads; behind
     /// the end of the text there is no byte, and so no state.
     fn match_ends(&mut self, program: &NFA, states: &[StateID], text: &[u8], at: usize) -> bool {
+        self.last.resize(program.states().len(), 0);
         self.place += 1;
         self.open.clear();
         self.open.extend(states);

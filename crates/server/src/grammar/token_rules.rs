@@ -7,7 +7,7 @@ use oscar_engine::{EngineError, TokenFilter, TokenMask};
 use oscar_model::text::Tokenizer;
 
 use super::rule_error::RuleError;
-use super::stop_regex::StopRegex;
+use super::stop_regex::{PROGRAM_BYTES, StopRegex};
 
 /// What is asked of the tokens of an answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -24,6 +24,15 @@ impl TokenRules {
     /// Whether nothing is asked.
     pub(crate) fn is_empty(&self) -> bool {
         self.allowed.is_none() && self.bad_words.is_empty() && self.stop_regex.is_empty()
+    }
+
+    /// About as many bytes as a filter for them keeps while its answer has not begun. Its copies share nearly all of it.
+    pub(crate) fn kept_bytes(&self, vocabulary: usize) -> usize {
+        let allowed = self.allowed.as_ref().map_or(0, |_| vocabulary / 8);
+        // With and without a space, in a token of four bytes for each byte at most.
+        let bad = self.bad_words.iter().map(|word| 2 * (size_of::<Vec<u32>>() + 4 * (word.len() + 1)));
+        let stop = if self.stop_regex.is_empty() { 0 } else { PROGRAM_BYTES };
+        allowed + bad.sum::<usize>() + stop
     }
 
     /// A filter that keeps to the rules, and to a grammar if there is one.

@@ -99,8 +99,8 @@ async fn read(request: Request, app: &Arc<AppState>) -> Result<(Bytes, BodyMemor
     }
     let bytes = bytes.freeze();
     let counted = bytes.clone();
-    let (values, mut memory) = app.parse_body(memory, move |_| check_values(&counted)).await?;
-    memory.hold_contents(values).await?;
+    let (contents, mut memory) = app.parse_body(memory, move |_| checked_contents(&counted)).await?;
+    memory.hold_contents(contents.values + contents.words, contents.text_len).await?;
     Ok((bytes, memory))
 }
 
@@ -114,53 +114,72 @@ pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
     let value = serde_path_to_error::deserialize(&mut reader).map_err(|error| {
         let path = error.path().to_string();
         let source = error.into_inner();
-        // Values come from the client and may be long.
-        let reason: String = plain(&source.to_string()).chars().take(300).collect();
         if source.is_data() && path != "." {
-            ApiError::bad_field(path.clone(), format!("{path}: {reason}"))
+            bad_value(path, &source)
         } else {
-            ApiError::bad_request(format!("the body is not valid JSON: {reason}"))
+            ApiError::bad_request(format!("the body is not valid JSON: {}", reason(&source)))
         }
     })?;
     reader.end().map_err(|_| ApiError::bad_request("the body goes on after the JSON object"))?;
     Ok(value)
 }
 
-/// The values of JSON of all kinds, if they are not too many.
-fn check_values(bytes: &[u8]) -> Result<usize, ApiError> {
-    let (values, numbers) = count_values(bytes);
+fn bad_value(path: String, error: &serde_json::Error) -> ApiError {
+    let message = format!("{path}: {}", reason(error));
+    ApiError::bad_field(path, message)
+}
+
+/// What is wrong, in short: values come from the client and may be long.
+fn reason(error: &serde_json::Error) -> String {
+    plain(&error.to_string()).chars().take(300).collect()
+}
+
+/// What JSON consists of.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Contents {
+    /// Objects, lists and texts.
+    values: usize,
+    /// Numbers and other words.
+    words: usize,
+    /// The bytes of texts, names included.
+    text_len: usize,
+}
+
+/// The contents of JSON, if they are not too many.
+fn checked_contents(bytes: &[u8]) -> Result<Contents, ApiError> {
+    let contents = count(bytes);
     for (count, most, what) in
-        [(values, MAX_VALUES, "objects, lists and texts"), (numbers, MAX_NUMBERS, "numbers")]
+        [(contents.values, MAX_VALUES, "objects, lists and texts"), (contents.words, MAX_NUMBERS, "numbers")]
     {
         if count > most {
             let message = format!("the body has more than {most} {what}, the limit of this server");
             return Err(ApiError::bad_request(message));
         }
     }
-    Ok(values + numbers)
+    Ok(contents)
 }
 
-/// How many objects, lists and texts JSON has, and how many numbers and other words, without parsing it. What is not JSON may
-/// count as anything.
-fn count_values(bytes: &[u8]) -> (usize, usize) {
-    let (mut values, mut words) = (0, 0);
+/// Counts the contents of JSON without parsing it. What is not JSON may count as anything.
+fn count(bytes: &[u8]) -> Contents {
+    let mut contents = Contents::default();
     let (mut inside, mut escaped, mut in_word) = (false, false, false);
     for &byte in bytes {
         if inside {
             inside = byte != b'"' || escaped;
             escaped = byte == b'\\' && !escaped;
+            contents.text_len += usize::from(inside);
             continue;
         }
         let of_word = byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'+' | b'.');
-        words += usize::from(of_word && !in_word);
+        contents.words += usize::from(of_word && !in_word);
         in_word = of_word;
         if matches!(byte, b'{' | b'[' | b'"') {
-            values += 1;
+            contents.values += 1;
             inside = byte == b'"';
             escaped = false;
         }
     }
-    (values, words)
+    contents
 }
 
 #[cfg(test)]
@@ -195,12 +214,13 @@ mod tests {
 
     #[test]
     fn values_are_counted_outside_texts() {
-        assert_eq!(count_values(br#"{"a": ["b", 1, 2, null], "c": {}}"#), (6, 3));
-        assert_eq!(count_values(br#""[{\"[{\\" [1]"#), (2, 1));
-        assert_eq!(count_values(b"[1, 2, 3]"), (1, 3));
-        assert_eq!(count_values(b"[-1.5e+3,true]"), (1, 2));
+        let counted = |values, words, text_len| Contents { values, words, text_len };
+        assert_eq!(count(br#"{"a": ["b", 1, 2, null], "c": {}}"#), counted(6, 3, 3));
+        assert_eq!(count(br#""[{\"[{\\" [1]"#), counted(2, 1, 8));
+        assert_eq!(count(b"[1, 2, 3]"), counted(1, 3, 0));
+        assert_eq!(count(b"[-1.5e+3,true]"), counted(1, 2, 0));
         let many = format!("[{}\"a\"]", "\"a\",".repeat(MAX_VALUES));
-        let error = check_values(many.as_bytes()).unwrap_err();
+        let error = checked_contents(many.as_bytes()).unwrap_err();
         assert!(error.to_string().contains("262144"), "{error}");
     }
 

@@ -83,8 +83,9 @@ pub(crate) struct KeptMemory {
 #[derive(Debug)]
 pub(crate) struct BodyMemory {
     budget: Arc<BodyBudget>,
-    /// The bytes that have arrived.
+    /// The bytes that have arrived, and those of them that are text.
     len: usize,
+    text_len: usize,
     bytes: Option<OwnedSemaphorePermit>,
     room: Option<OwnedSemaphorePermit>,
     contents: Option<OwnedSemaphorePermit>,
@@ -101,7 +102,7 @@ impl BodyBudget {
             large: Pool::new(all.max(largest)),
             small: Pool::new(all / 4),
             answers: Pool::new(all.max(largest)),
-            kept: Pool::new(all.saturating_mul(KEPT_SHARE)),
+            kept: Pool::new(all.saturating_mul(KEPT_SHARE).max(largest)),
             trim: Trim::default(),
         })
     }
@@ -109,7 +110,7 @@ impl BodyBudget {
     /// What a body takes before it has begun. It waits no longer than `patience` in all.
     pub(crate) fn body(self: &Arc<Self>, patience: Duration) -> BodyMemory {
         let budget = Arc::clone(self);
-        BodyMemory { budget, len: 0, bytes: None, room: None, contents: None, patience }
+        BodyMemory { budget, len: 0, text_len: 0, bytes: None, room: None, contents: None, patience }
     }
 
     /// An answer that takes memory until the last byte of it has been sent, or is refused because others have it.
@@ -169,6 +170,11 @@ impl BodyMemory {
         self.len
     }
 
+    /// About as many bytes of it as there are in texts, as far as [`Self::hold_contents`] has been told.
+    pub(crate) fn text_len(&self) -> usize {
+        self.text_len
+    }
+
     /// Takes memory for `more` bytes that have arrived.
     pub(crate) async fn grow(&mut self, more: usize) -> Result<(), ApiError> {
         self.len += more;
@@ -194,8 +200,9 @@ impl BodyMemory {
         Ok(())
     }
 
-    /// Takes memory for what the body is parsed to. All its bytes have arrived.
-    pub(crate) async fn hold_contents(&mut self, values: usize) -> Result<(), ApiError> {
+    /// Takes memory for what the body is parsed to. All its bytes have arrived, `text_len` of them in texts.
+    pub(crate) async fn hold_contents(&mut self, values: usize, text_len: usize) -> Result<(), ApiError> {
+        self.text_len = text_len;
         let budget = Arc::clone(&self.budget);
         let pool = if self.len <= SMALL_BODY_BYTES { &budget.small } else { &budget.large };
         let pieces = pieces(values.saturating_mul(VALUE_BYTES)).min(pool.size);
@@ -306,7 +313,7 @@ mod tests {
                 memory.grow(64 << 10).await?;
                 tokio::task::yield_now().await;
             }
-            memory.hold_contents(1000).await
+            memory.hold_contents(1000, 0).await
         };
         assert!(join_all((0..8).map(|_| body())).await.iter().all(Result::is_ok));
     }
@@ -321,13 +328,13 @@ mod tests {
         };
         // 8 bytes of JSON for each value, and more memory for it than there is: it has all there is for itself.
         let (mut first, mut second) = (full(256 << 10), full(256 << 10));
-        now(first.hold_contents(32 << 10)).unwrap();
-        assert!(second.hold_contents(32 << 10).await.is_err());
+        now(first.hold_contents(32 << 10, 0)).unwrap();
+        assert!(second.hold_contents(32 << 10, 0).await.is_err());
         // One long text is one value, and small bodies have memory of their own.
-        assert!(full(256 << 10).hold_contents(1).await.is_err());
-        full(1000).hold_contents(30).await.unwrap();
+        assert!(full(256 << 10).hold_contents(1, 0).await.is_err());
+        full(1000).hold_contents(30, 0).await.unwrap();
         drop(first);
-        full(256 << 10).hold_contents(1).await.unwrap();
+        full(256 << 10).hold_contents(1, 0).await.unwrap();
     }
 
     #[test]
@@ -363,5 +370,7 @@ mod tests {
         assert!(budget.keep(1).is_err());
         drop(all);
         assert!(budget.keep(0).is_ok());
+        // What a body of the largest size asks for can be kept, however little there is for all.
+        assert!(BodyBudget::new(64 << 10, 32 << 20).keep(32 << 20).is_ok());
     }
 }

@@ -63,8 +63,8 @@ impl ApiError {
 
     /// A request for whose grammar or tools there is no memory, because requests that wait or run have it: 503.
     pub(crate) fn no_request_memory() -> ApiError {
-        let message = "other requests have the memory for grammars, schemas and tools (four times --max-body-memory); \
-            send this one again later";
+        let message = "other requests have the memory for grammars, schemas and tools (four times --max-body-memory, or \
+            --max-body); send this one again later";
         let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message);
         ApiError { code: Some("request_memory"), retry_after: Some(RETRY_AFTER_S), ..error }
     }
@@ -73,7 +73,7 @@ impl ApiError {
     pub(crate) fn too_much_kept(bytes: usize, most: usize) -> ApiError {
         let message = format!(
             "the grammars, schemas and tools of this request would take about {} MiB, at most {} MiB are there for all \
-             requests (four times --max-body-memory)",
+             requests (four times --max-body-memory, or --max-body)",
             bytes.div_ceil(1 << 20),
             most >> 20
         );

@@ -31,9 +31,9 @@ pub(crate) async fn token_filter(
     let constraint = format.constraint(app.options.tool_call_parser)?;
     let bytes = constraint.map_or(0, |constraint| constraint.compiled_bytes());
     let copies = (bytes / OWN_PART_OF_COPY).saturating_mul(prompts);
-    let memory = Arc::new(app.bodies.keep(bytes.saturating_add(copies))?);
-    // Compiling a grammar can take as long as tokenizing a long text.
-    let filter = app.encode(usize::MAX, move |app| compile(app, &format, after)).await?;
+    let rules = format.rules.kept_bytes(app.model.tokenizer().vocab_size());
+    let memory = Arc::new(app.bodies.keep(bytes.saturating_add(copies).saturating_add(rules))?);
+    let filter = app.compile(move |app| compile(app, &format, after)).await?;
     Ok(filter.map(|filter| Box::new(KeptFilter { filter, memory }) as Box<dyn TokenFilter>))
 }
 

@@ -17,23 +17,37 @@ use crate::protocol::{
 use crate::requests::{AnswerStream, PromptRequest, request_id};
 use crate::state::AppState;
 
+/// What is left of a request when it has been read.
+struct Asked {
+    id: Arc<str>,
+    prompts: Vec<(Vec<u32>, GenerateOptions)>,
+    encoding: EmbeddingEncoding,
+}
+
+impl Asked {
+    /// Reads a request. For bodies of any size, this is work for [`AppState::encode_body`].
+    fn read(app: &AppState, mut request: EmbeddingsRequest) -> Result<Asked, ApiError> {
+        request.unread.check(RequestKind::Embeddings, app.options.unknown_fields)?;
+        app.model.check_name(request.model.as_deref())?;
+        let encoding = request.encoding()?;
+        request.check_dimensions(app.engine.info().hidden_size)?;
+        let embedding = Some(request.pooling()?);
+        let options = GenerateOptions { embedding, ..Computation::options(request.cache_salt.take())? };
+        let input = request.input.take().ok_or_else(|| ApiError::bad_field("input", "there is no input"))?;
+        app.check_batch(input.count(), "input")?;
+        let id = request_id(request.rid.as_deref(), &fresh_id("embd-"))?;
+        let prompts = encode(app, input)?.into_iter().map(|prompt| (prompt, options.clone())).collect();
+        Ok(Asked { id, prompts, encoding })
+    }
+}
+
 /// `/v1/embeddings`: the embeddings of one text or of several.
 pub(crate) async fn embeddings(
     State(app): State<Arc<AppState>>,
-    JsonBody(mut request, memory): JsonBody<EmbeddingsRequest>,
+    JsonBody(request, memory): JsonBody<EmbeddingsRequest>,
 ) -> Result<Json<Value>, ApiError> {
-    request.unread.check(RequestKind::Embeddings, app.options.unknown_fields)?;
-    app.model.check_name(request.model.as_deref())?;
-    let encoding = request.encoding()?;
-    request.check_dimensions(app.engine.info().hidden_size)?;
-    let embedding = Some(request.pooling()?);
-    let options = GenerateOptions { embedding, ..Computation::options(request.cache_salt.take())? };
-    let input = request.input.take().ok_or_else(|| ApiError::bad_field("input", "there is no input"))?;
-    app.check_batch(input.count(), "input")?;
-    let id = request_id(request.rid.as_deref(), &fresh_id("embd-"))?;
-    drop(request);
-    let prompts = encode(&app, input).await?;
-    let prompts = prompts.into_iter().map(|prompt| (prompt, options.clone())).collect();
+    let (asked, memory) = app.encode_body(memory, move |app| Asked::read(app, request)).await?;
+    let Asked { id, prompts, encoding } = asked;
     let computation = Computation::begin(&app, &id, prompts, "input")?;
     drop(memory);
     let mut usage = Usage::default();
@@ -102,7 +116,7 @@ impl Computation {
 }
 
 /// The token ids of each text.
-async fn encode(app: &Arc<AppState>, input: Prompt) -> Result<Vec<Vec<u32>>, ApiError> {
+fn encode(app: &AppState, input: Prompt) -> Result<Vec<Vec<u32>>, ApiError> {
     let texts = match input {
         Prompt::Text(text) => vec![text],
         Prompt::Texts(texts) if texts.is_empty() => {
@@ -112,15 +126,11 @@ async fn encode(app: &Arc<AppState>, input: Prompt) -> Result<Vec<Vec<u32>>, Api
         Prompt::Ids(ids) => return Ok(vec![ids]),
         Prompt::IdLists(lists) => return Ok(lists),
     };
-    let bytes = texts.iter().map(String::len).sum();
-    app.encode(bytes, move |app| {
-        let encode = |text: &String| {
-            app.model.check_length(text, app.engine.info().context, "input")?;
-            app.model.encode(text, "input")
-        };
-        texts.iter().map(encode).collect()
-    })
-    .await
+    let encode = |text: &String| {
+        app.model.check_length(text, app.engine.info().context, "input")?;
+        app.model.encode(text, "input")
+    };
+    texts.iter().map(encode).collect()
 }
 
 /// The vector with length 1.

@@ -277,6 +277,28 @@ async fn fields_that_are_kept_are_bounded() {
     assert!(error["message"].as_str().unwrap().contains("4194304 tokens"), "{error}");
 }
 
+/// What requests keep until they end: there is always room for what a simple one keeps, and rules count as grammars do.
+#[tokio::test]
+async fn rules_are_counted_and_small_memory_is_no_fault_of_a_request() {
+    let with = |body_bytes, all_bodies_bytes| {
+        let limits = ServerOptions { body_bytes, all_bodies_bytes, ..ServerOptions::default() };
+        mock_with(MockOptions::default(), limits)
+    };
+    let object = json!({"prompt": "a", "response_format": {"type": "json_object"}});
+    // The mock says what no grammar allows.
+    with(1 << 20, 64 << 10).post("/v1/completions", object).await.refused(500);
+    let server = with(64 << 10, 16 << 10);
+    let words: Vec<String> = (0..256).map(|number| format!("{number} {}", "word ".repeat(20))).collect();
+    for rules in [json!({"stop_regex": "x"}), json!({"bad_words": words})] {
+        let mut body = json!({"prompt": "a", "max_tokens": 1});
+        body.as_object_mut().unwrap().extend(rules.as_object().unwrap().clone());
+        let error = server.post("/v1/completions", body).await.refused(400);
+        assert_eq!(error["code"], "request_memory", "{error}");
+    }
+    let few = json!({"prompt": "a", "max_tokens": 1, "bad_words": ["word"]});
+    server.post("/v1/completions", few).await.ok();
+}
+
 #[tokio::test]
 async fn texts_and_tokens_without_an_answer_are_bounded_too() {
     let server = mock_with(MockOptions { context: 1000, ..MockOptions::default() }, ServerOptions::default());

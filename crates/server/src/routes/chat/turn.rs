@@ -216,7 +216,7 @@ pub(crate) fn check_tools(request: &OpenAiRequest) -> Result<(), ApiError> {
     request.tools.as_ref().map_or(Ok(()), |tools| short_json("tools", tools, MAX_TOOLS_BYTES))
 }
 
-/// Renders the chat of a request and tokenizes it. For chats of any length, this is work for [`AppState::encode`].
+/// Renders the chat of a request and tokenizes it. For chats of any length, this is work for [`AppState::encode_body`].
 pub(crate) fn render(
     app: &AppState,
     request: &mut OpenAiRequest,
