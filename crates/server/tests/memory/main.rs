@@ -312,6 +312,26 @@ async fn large_bodies_are_work_for_other_threads() {
     }
 }
 
+/// What a response repeats of its request is written as it is kept, not made into values again.
+#[tokio::test]
+async fn responses_repeat_requests_without_reading_them_again() {
+    let _alone = alone().await;
+    let server = server();
+    let parameters = json!({"type": "object", "properties": {"a": {"enum": vec!["a"; 1000]}}});
+    let tools: Vec<Value> = (0..50)
+        .map(|n| json!({"type": "function", "name": n.to_string(), "parameters": parameters}))
+        .collect();
+    for (streams, times) in [(false, 1), (true, 3)] {
+        let body = json!({"input": "a", "tools": tools, "tool_choice": "none", "max_output_tokens": 2, "stream": streams});
+        let request = request("/v1/responses", &body);
+        let before = CALLS.get();
+        let answer = server.send(request).await;
+        let calls = CALLS.get() - before;
+        assert_eq!((answer.status, answer.text.matches("\"tools\":[{").count()), (200, times));
+        assert!(calls < 10_000, "{calls} calls");
+    }
+}
+
 /// A body of some KiB is parsed where it arrives, and what is longer work than that is done elsewhere.
 #[tokio::test]
 async fn small_bodies_are_tokenized_on_other_threads_too() {

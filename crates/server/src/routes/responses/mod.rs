@@ -5,8 +5,8 @@ mod writer;
 
 use std::sync::Arc;
 
-use axum::Json;
 use axum::extract::State;
+use axum::http::header;
 use axum::response::{IntoResponse, Response};
 
 use self::object::ResponseObject;
@@ -37,5 +37,5 @@ pub(crate) async fn responses(
         return Ok(stream(answers, ResponseWriter::new(answer, object)));
     }
     let summary = answer.collect(&mut answers).await?;
-    Ok(Json(object.finished(&answer, &summary)).into_response())
+    Ok(([(header::CONTENT_TYPE, "application/json")], object.finished(&answer, &summary)).into_response())
 }

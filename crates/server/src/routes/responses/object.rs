@@ -16,8 +16,9 @@ const MAX_REPEATED_BYTES: usize = 1 << 20;
 
 /// The response object before the answer: it repeats the fields of the request.
 pub(super) struct ResponseObject {
-    /// The object as JSON. A request may wait for long, and as values its tools would take many times the memory.
-    json: Box<str>,
+    /// The object as JSON, without the closing bracket and what becomes of the answer. A request may wait for long, and as
+    /// values its tools would take many times the memory.
+    repeated: String,
     /// The text with which the ids of its output items end.
     stem: String,
     _memory: KeptMemory,
@@ -45,15 +46,11 @@ impl ResponseObject {
             "id": id,
             "object": "response",
             "created_at": unix_seconds(SystemTime::now()),
-            "status": "in_progress",
             "background": false,
-            "error": null,
-            "incomplete_details": null,
             "instructions": filled(&request.instructions),
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata.clone().unwrap_or_default(),
             "model": app.model.name,
-            "output": [],
             "parallel_tool_calls": request.parallel_tool_calls.unwrap_or(true),
             "previous_response_id": null,
             "reasoning": {"effort": effort, "summary": null},
@@ -64,20 +61,29 @@ impl ResponseObject {
             "tools": request.tools.clone().unwrap_or_default(),
             "top_p": short(request.top_p.or(drawn.top_p).unwrap_or(1.0)),
             "truncation": "disabled",
-            "usage": null,
         });
-        let json = fields.to_string().into_boxed_str();
-        let memory = app.bodies.keep(json.len())?;
-        Ok(ResponseObject { json, stem: id.trim_start_matches("resp_").to_owned(), _memory: memory })
+        let mut repeated = fields.to_string();
+        repeated.pop();
+        repeated.shrink_to_fit();
+        let memory = app.bodies.keep(repeated.len())?;
+        Ok(ResponseObject { repeated, stem: id.trim_start_matches("resp_").to_owned(), _memory: memory })
+    }
+
+    /// The JSON of the response object, with what becomes of the answer.
+    fn json(&self, answer: &Value) -> String {
+        let answer = answer.to_string();
+        [&self.repeated, ",", &answer[1..]].concat()
     }
 
     /// The response object with which a stream begins.
-    pub(super) fn begun(&self) -> Value {
-        serde_json::from_str(&self.json).unwrap_or_default()
+    pub(super) fn begun(&self) -> String {
+        self.json(&json!({
+            "status": "in_progress", "error": null, "incomplete_details": null, "output": [], "usage": null,
+        }))
     }
 
     /// The response object when the answer has finished.
-    pub(super) fn finished(&self, answer: &PartsAnswer, summary: &Summary) -> Value {
+    pub(super) fn finished(&self, answer: &PartsAnswer, summary: &Summary) -> String {
         let parts = answer.parts().list();
         let last = parts.len().saturating_sub(1);
         let item = |(index, part)| {
@@ -85,11 +91,7 @@ impl ResponseObject {
             self.item(index, part, status)
         };
         let (status, why) = status(summary);
-        let mut response = self.begun();
-        response["status"] = status.into();
-        response["incomplete_details"] = why.map_or(Value::Null, |reason| json!({"reason": reason}));
-        response["output"] = parts.iter().enumerate().map(item).collect();
-        response["usage"] = json!({
+        let mut usage = json!({
             "input_tokens": summary.prompt_tokens,
             "input_tokens_details": {"cached_tokens": summary.cached_tokens},
             "output_tokens": summary.tokens.len(),
@@ -97,18 +99,24 @@ impl ResponseObject {
             "total_tokens": summary.prompt_tokens + summary.tokens.len(),
         });
         if summary.demoted_tokens > 0 {
-            response["usage"]["kv_demoted_tokens"] = summary.demoted_tokens.into();
+            usage["kv_demoted_tokens"] = summary.demoted_tokens.into();
         }
-        response
+        self.json(&json!({
+            "status": status,
+            "error": null,
+            "incomplete_details": why.map(|reason| json!({"reason": reason})),
+            "output": parts.iter().enumerate().map(item).collect::<Value>(),
+            "usage": usage,
+        }))
     }
 
     /// The response object of an answer that failed.
-    pub(super) fn failed(&self, error: &ApiError) -> Value {
-        let mut response = self.begun();
-        response["status"] = "failed".into();
+    pub(super) fn failed(&self, error: &ApiError) -> String {
         let code = error.code().unwrap_or("server_error");
-        response["error"] = json!({"code": code, "message": error.to_string()});
-        response
+        let error = json!({"code": code, "message": error.to_string()});
+        self.json(&json!({
+            "status": "failed", "error": error, "incomplete_details": null, "output": [], "usage": null,
+        }))
     }
 
     /// The id of an output item.

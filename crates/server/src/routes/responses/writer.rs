@@ -1,5 +1,7 @@
 //! The events of a streamed response: output items start, grow and end, and every event has a sequence number.
 
+use std::fmt::Write;
+
 use bytes::BytesMut;
 use oscar_engine::{EngineError, Event, Summary};
 use serde_json::{Value, json};
@@ -33,10 +35,19 @@ impl ResponseWriter {
         write_named_event(out, kind, &event);
     }
 
+    /// The same for an event that has a response object.
+    fn write_response(&mut self, kind: &str, response: &str, out: &mut BytesMut) {
+        let number = self.next;
+        self.next += 1;
+        let _ = write!(out, "event: {kind}\ndata: {{\"response\":{response},");
+        let _ = write!(out, "\"type\":\"{kind}\",\"sequence_number\":{number}}}\n\n");
+    }
+
     fn begin(&mut self, out: &mut BytesMut) {
         if self.next == 0 {
+            let response = self.object.begun();
             for kind in ["response.created", "response.in_progress"] {
-                self.write(kind, json!({"response": self.object.begun()}), out);
+                self.write_response(kind, &response, out);
             }
         }
     }
@@ -128,14 +139,14 @@ impl ResponseWriter {
             "completed" => "response.completed",
             _ => "response.incomplete",
         };
-        self.write(kind, json!({"response": response}), out);
+        self.write_response(kind, &response, out);
         self.ended = true;
     }
 
     fn failed(&mut self, error: &ApiError, out: &mut BytesMut) {
         self.begin(out);
         let response = self.object.failed(error);
-        self.write("response.failed", json!({"response": response}), out);
+        self.write_response("response.failed", &response, out);
         self.ended = true;
     }
 }
