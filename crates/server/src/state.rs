@@ -12,7 +12,7 @@ use crate::http::{BodyBudget, BodyMemory};
 use crate::in_flight::InFlightRequests;
 use crate::metrics::Metrics;
 use crate::options::ServerOptions;
-use crate::protocol::ApiError;
+use crate::protocol::{ApiError, FieldPolicy};
 use crate::text::{ConversationMemory, ServedModel};
 
 /// Texts of more bytes are rendered and tokenized on a thread of their own, not on those that serve connections: a template
@@ -116,6 +116,11 @@ impl AppState {
             None if self.is_draining() => Err(ApiError::shutting_down()),
             None => Ok(()),
         }
+    }
+
+    /// How fields are checked that nobody reads.
+    pub(crate) fn field_policy(&self) -> FieldPolicy {
+        FieldPolicy { unknown: self.options.unknown_fields, drawn: self.model.sampling }
     }
 
     /// Builds the grammar factory for this model's vocabulary, which is done when the first request needs it.

@@ -9,6 +9,7 @@ use axum::http::{HeaderMap, StatusCode, header};
 use bytes::BytesMut;
 use futures_util::StreamExt;
 use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
 
 use super::memory::BodyMemory;
 use super::plain::plain;
@@ -124,6 +125,18 @@ pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
     Ok(value)
 }
 
+/// Deserializes an object at a place in a body, whose fields are there as values; an error names the field.
+pub(crate) fn parse_fields<T: DeserializeOwned>(
+    place: &str,
+    fields: Map<String, Value>,
+) -> Result<T, ApiError> {
+    serde_path_to_error::deserialize(Value::Object(fields)).map_err(|error| {
+        let path = error.path().to_string();
+        let path = if path == "." { place.to_owned() } else { format!("{place}.{path}") };
+        bad_value(path, &error.into_inner())
+    })
+}
+
 fn bad_value(path: String, error: &serde_json::Error) -> ApiError {
     let message = format!("{path}: {}", reason(error));
     ApiError::bad_field(path, message)
@@ -209,7 +222,7 @@ mod tests {
             assert_eq!(parse::<Sample>(bytes).unwrap_err().status(), 400);
         }
         let deep = [b"[".repeat(100_000), b"]".repeat(100_000)].concat();
-        assert_eq!(parse::<serde_json::Value>(&deep).unwrap_err().status(), 400);
+        assert_eq!(parse::<Value>(&deep).unwrap_err().status(), 400);
     }
 
     #[test]

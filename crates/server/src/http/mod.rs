@@ -11,7 +11,7 @@ pub(crate) mod sse;
 pub(crate) use auth::ApiKey;
 #[cfg(test)]
 pub(crate) use body::parse;
-pub(crate) use body::{JsonBody, OptionalJsonBody, check_content_type};
+pub(crate) use body::{JsonBody, OptionalJsonBody, check_content_type, parse_fields};
 pub use listen::Ended;
 pub(crate) use listen::HEAD_BYTES;
 pub(crate) use memory::{BodyBudget, BodyMemory, KeptMemory};

@@ -3,11 +3,11 @@
 use std::collections::HashMap;
 
 use serde::Deserialize;
-use serde_json::{Number, Value, json};
+use serde_json::{Map, Number, Value, json};
 
-use super::sampling::{Object, SamplingFields};
+use super::sampling::SamplingFields;
 use super::sent_names::Aliases;
-use super::{AnswerFormat, ApiError, Ids, OneOrMany, UnreadFields, either};
+use super::{AnswerFormat, ApiError, FieldPolicy, Ids, OneOrMany, RequestKind, UnreadFields, either};
 
 /// Tokens when the client gives no limit, as SGLang has it.
 const DEFAULT_NEW_TOKENS: u64 = 128;
@@ -18,7 +18,8 @@ const DEFAULT_NEW_TOKENS: u64 = 128;
 pub(crate) struct GenerateRequest {
     pub(crate) text: Option<OneOrMany<String>>,
     pub(crate) input_ids: Option<Ids>,
-    pub(crate) sampling_params: Option<OneOrMany<Object<SamplingParams>>>,
+    /// Parsed when they have been counted: a list may have more of them than there are prompts.
+    pub(crate) sampling_params: Option<OneOrMany<Map<String, Value>>>,
     pub(crate) rid: Option<OneOrMany<String>>,
     pub(crate) return_logprob: Option<OneOrMany<bool>>,
     pub(crate) logprob_start_len: Option<OneOrMany<i64>>,
@@ -64,10 +65,19 @@ pub(crate) struct SamplingParams {
     structural_tag: Option<Value>,
 
     #[serde(flatten)]
-    pub(crate) unread: UnreadFields,
+    unread: UnreadFields,
 }
 
 impl GenerateRequest {
+    /// The number of prompts, and the field that has them.
+    pub(crate) fn count(&self) -> (usize, &'static str) {
+        match (&self.text, &self.input_ids) {
+            (Some(OneOrMany::Many(texts)), _) => (texts.len(), "text"),
+            (None, Some(Ids::Many(lists))) => (lists.len(), "input_ids"),
+            _ => (1, "text"),
+        }
+    }
+
     /// The fields that the client sent by another of their names than errors have.
     pub(crate) fn aliases(&self) -> Aliases {
         let params = match &self.sampling_params {
@@ -75,7 +85,8 @@ impl GenerateRequest {
             Some(OneOrMany::One(params)) => std::slice::from_ref(params),
             Some(OneOrMany::Many(list)) => list,
         };
-        let seeded = params.iter().any(|Object(params)| params.sampling_seed.is_some());
+        let has_seed = |params: &Map<_, _>| params.get("sampling_seed").is_some_and(|seed| !seed.is_null());
+        let seeded = params.iter().any(has_seed);
         [
             ("prompt", "input_ids", self.input_ids.is_some()),
             ("seed", "sampling_params.sampling_seed", seeded),
@@ -101,6 +112,12 @@ impl GenerateRequest {
 }
 
 impl SamplingParams {
+    /// Refuses fields that nobody reads.
+    pub(crate) fn check_fields(&self, policy: &FieldPolicy) -> Result<(), ApiError> {
+        let policy = policy.with_penalty(self.repetition_penalty.is_some());
+        self.unread.check(RequestKind::SamplingParams, &policy)
+    }
+
     /// What the request says about the format of its answer.
     pub(crate) fn answer_format(&self) -> Result<AnswerFormat, ApiError> {
         let fields = json!({

@@ -36,9 +36,10 @@ pub(crate) fn short_json(place: &str, value: &impl Serialize, most: usize) -> Re
 
 /// The bytes of a value's JSON, if there are no more than `most`.
 pub(crate) fn json_bytes(value: &impl Serialize, most: usize) -> Option<usize> {
-    struct Room(usize);
+    /// Counts down the bytes that may still be written.
+    struct BytesLeft(usize);
 
-    impl io::Write for Room {
+    impl io::Write for BytesLeft {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
             self.0 = self.0.checked_sub(bytes.len()).ok_or(io::ErrorKind::StorageFull)?;
             Ok(bytes.len())
@@ -49,9 +50,9 @@ pub(crate) fn json_bytes(value: &impl Serialize, most: usize) -> Option<usize> {
         }
     }
 
-    let mut room = Room(most);
-    serde_json::to_writer(&mut room, value).ok()?;
-    Some(most - room.0)
+    let mut left = BytesLeft(most);
+    serde_json::to_writer(&mut left, value).ok()?;
+    Some(most - left.0)
 }
 
 /// A number of tokens; -1, which llama.cpp's page sends, is as many as there is room for.

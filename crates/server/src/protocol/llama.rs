@@ -8,7 +8,8 @@ use serde_json::{Number, Value, json};
 
 use super::sampling::{MAX_BIASES, SamplingFields};
 use super::{
-    AnswerFormat, ApiError, OneOrMany, PrecisionFields, Prompt, UnreadFields, at_most, penalties, text_error,
+    AnswerFormat, ApiError, FieldPolicy, OneOrMany, PrecisionFields, Prompt, RequestKind, UnreadFields,
+    at_most, penalties, text_error,
 };
 
 /// What `false` in a `logit_bias` adds to a logit: enough that the token is never drawn.
@@ -49,10 +50,16 @@ pub(crate) struct LlamaRequest {
     kv_demote: Option<bool>,
 
     #[serde(flatten)]
-    pub(crate) unread: UnreadFields,
+    unread: UnreadFields,
 }
 
 impl LlamaRequest {
+    /// Refuses fields that nobody reads.
+    pub(crate) fn check_fields(&self, policy: &FieldPolicy) -> Result<(), ApiError> {
+        let policy = policy.with_penalty(self.repeat_penalty.is_some());
+        self.unread.check(RequestKind::Completion, &policy)
+    }
+
     /// What the request says about the format of its answer.
     pub(crate) fn answer_format(&self) -> Result<AnswerFormat, ApiError> {
         Ok(AnswerFormat::from_body(&json!({"grammar": self.grammar, "json_schema": self.json_schema}))?)
@@ -71,12 +78,8 @@ impl LlamaRequest {
     /// The sampling parameters under the names that all interfaces share.
     pub(crate) fn sampling_fields(&mut self, tokenizer: &Tokenizer) -> Result<SamplingFields, ApiError> {
         let bias = self.logit_bias.take().map(|bias| logit_bias(&bias, tokenizer)).transpose()?;
-        let [repetition_penalty, presence_penalty, frequency_penalty] = penalties(
-            self.repeat_penalty,
-            self.presence_penalty,
-            self.frequency_penalty,
-            self.repeat_last_n,
-        )?;
+        let given = [self.repeat_penalty, self.presence_penalty, self.frequency_penalty];
+        let [repetition_penalty, presence_penalty, frequency_penalty] = penalties(given, self.repeat_last_n)?;
         Ok(SamplingFields {
             // Less than 0 is no limit.
             max_tokens: self.n_predict.and_then(|count| u64::try_from(count).ok()),

@@ -24,7 +24,8 @@ pub(crate) use embeddings::{EmbeddingEncoding, EmbeddingsRequest};
 pub(crate) use error::{ApiError, text_error};
 pub(crate) use field_error::FieldError;
 pub(crate) use fields::{
-    RequestKind, UnreadFields, check_forms, either, leave_tools_of_servers, penalties, says_nothing,
+    FieldPolicy, RequestKind, UnreadFields, check_forms, check_forms_of_messages, check_forms_of_responses,
+    either, leave_tools_of_servers, penalties, says_nothing,
 };
 pub(crate) use generate::{GenerateRequest, SamplingParams};
 pub(crate) use lists::{Ids, MAX_MESSAGES, MAX_PARTS, OneOrMany, Prompt, at_most, json_bytes, short_json};
@@ -33,7 +34,7 @@ pub(crate) use messages::MessagesRequest;
 pub(crate) use openai::OpenAiRequest;
 pub(crate) use precision::PrecisionFields;
 pub(crate) use responses::ResponsesRequest;
-pub(crate) use sampling::{Object, SamplingFields, short};
+pub(crate) use sampling::{SamplingFields, short};
 pub(crate) use score::ScoreRequest;
 pub(crate) use sent_names::SentNames;
 pub(crate) use usage::Usage;

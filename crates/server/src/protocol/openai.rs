@@ -12,10 +12,9 @@ use super::lists::tokens_or_all;
 use super::sampling::SamplingFields;
 use super::sent_names::Aliases;
 use super::{
-    AnswerFormat, ApiError, OneOrMany, PrecisionFields, Prompt, RequestKind, UnreadFields, check_forms,
-    either, penalties,
+    AnswerFormat, ApiError, FieldPolicy, OneOrMany, PrecisionFields, Prompt, RequestKind, UnreadFields,
+    check_forms, either, penalties,
 };
-use crate::options::UnknownFields;
 
 /// The body of a request to `/v1/completions` or `/v1/chat/completions`.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -158,12 +157,14 @@ impl OpenAiRequest {
     }
 
     /// Refuses fields that nobody reads, also within others.
-    pub(crate) fn check_fields(&self, kind: RequestKind, policy: UnknownFields) -> Result<(), ApiError> {
-        self.unread.check(kind, policy)?;
+    pub(crate) fn check_fields(&self, kind: RequestKind, policy: &FieldPolicy) -> Result<(), ApiError> {
+        let penalty = self.repetition_penalty.or(self.repeat_penalty);
+        self.unread.check(kind, &policy.with_penalty(penalty.is_some()))?;
         if let Some(options) = &self.stream_options {
             options.unread.check(RequestKind::StreamOptions, policy)?;
         }
-        check_forms(self.response_format.as_ref(), self.tools.as_deref(), policy)
+        let (format, outputs) = (self.response_format.as_ref(), self.structured_outputs.as_ref());
+        check_forms(format, outputs, self.tools.as_deref(), policy)
     }
 
     /// Whether reasoning is told apart from the content.
@@ -189,15 +190,13 @@ impl OpenAiRequest {
             None => ("max_tokens", self.max_tokens),
         };
         let max_tokens = either(limit, ("n_predict", self.n_predict), |&count| count == u64::MAX)?;
-        let [repeat_penalty, presence_penalty, frequency_penalty] = penalties(
-            self.repeat_penalty,
-            self.presence_penalty,
-            self.frequency_penalty,
-            self.repeat_last_n,
-        )?;
         let names = ("repetition_penalty", "repeat_penalty");
         let repetition_penalty =
-            either((names.0, self.repetition_penalty), (names.1, repeat_penalty), |&penalty| penalty == 1.0)?;
+            either((names.0, self.repetition_penalty), (names.1, self.repeat_penalty), |&penalty| {
+                penalty == 1.0
+            })?;
+        let given = [repetition_penalty, self.presence_penalty, self.frequency_penalty];
+        let [repetition_penalty, presence_penalty, frequency_penalty] = penalties(given, self.repeat_last_n)?;
         let typical_p =
             either(("typical_p", self.typical_p), ("typ_p", self.typ_p), |&typical| typical == 1.0)?;
         Ok(SamplingFields {
@@ -446,12 +445,11 @@ mod tests {
         let fields = |text: &str| request(text).sampling_fields(None);
         let sampling = fields("{\"typ_p\": 0.5, \"repeat_penalty\": 1.5, \"repeat_last_n\": -1}").unwrap();
         assert_eq!((sampling.typical_p, sampling.repetition_penalty), (Some(0.5), Some(1.5)));
-        let sampling =
-            fields("{\"repetition_penalty\": 1.25, \"repeat_penalty\": 1, \"repeat_last_n\": 64}").unwrap();
-        assert_eq!(sampling.repetition_penalty, Some(1.25));
-        let off = fields("{\"repeat_penalty\": 1.5, \"repeat_last_n\": 0}").unwrap();
-        assert_eq!(off.repetition_penalty, None);
-        for penalty in ["repeat_penalty", "presence_penalty", "frequency_penalty"] {
+        for penalty in ["repeat_penalty", "repetition_penalty"] {
+            let off = fields(&format!("{{\"{penalty}\": 1.5, \"repeat_last_n\": 0}}")).unwrap();
+            assert_eq!(off.repetition_penalty, Some(1.0));
+        }
+        for penalty in ["repetition_penalty", "repeat_penalty", "presence_penalty", "frequency_penalty"] {
             let error = fields(&format!("{{\"{penalty}\": 1.5, \"repeat_last_n\": 64}}")).unwrap_err();
             assert_eq!(error.body()["error"]["param"], "repeat_last_n");
         }
@@ -460,7 +458,7 @@ mod tests {
             request.leave_fields_of_completions();
             (
                 request.separates_reasoning(),
-                request.check_fields(RequestKind::Chat, UnknownFields::Refuse).is_ok(),
+                request.check_fields(RequestKind::Chat, &FieldPolicy::default()).is_ok(),
             )
         };
         assert_eq!(separates("{\"reasoning_format\": \"none\"}"), (false, true));

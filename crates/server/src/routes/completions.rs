@@ -50,8 +50,6 @@ struct Asked {
 impl Asked {
     /// Reads a request, whose own id is `id`. For bodies of any size, this is work for [`AppState::encode_body`].
     fn read(app: &AppState, mut request: OpenAiRequest, id: &str) -> Result<Asked, ApiError> {
-        request.leave_fields_of_chats();
-        request.check_fields(RequestKind::Completions, app.options.unknown_fields)?;
         app.model.check_name(request.model.as_deref())?;
         let echo = request.echo.unwrap_or(false);
         let logprobs = request.completion_logprobs()?;
@@ -86,11 +84,13 @@ impl Asked {
 /// `/v1/completions`: continues one prompt or several.
 pub(crate) async fn completions(
     State(app): State<Arc<AppState>>,
-    JsonBody(request, memory): JsonBody<OpenAiRequest>,
+    JsonBody(mut request, memory): JsonBody<OpenAiRequest>,
 ) -> Result<Response, ApiError> {
     let id = fresh_id("cmpl-");
     let own = id.clone();
     let read = move |app: &AppState| {
+        request.leave_fields_of_chats();
+        request.check_fields(RequestKind::Completions, &app.field_policy())?;
         let names = SentNames::of_completions(request.aliases());
         match Asked::read(app, request, &own) {
             Ok(asked) => Ok((asked, names)),

@@ -27,7 +27,7 @@ struct Asked {
 impl Asked {
     /// Reads a request. For bodies of any size, this is work for [`AppState::encode_body`].
     fn read(app: &AppState, mut request: EmbeddingsRequest) -> Result<Asked, ApiError> {
-        request.unread.check(RequestKind::Embeddings, app.options.unknown_fields)?;
+        request.unread.check(RequestKind::Embeddings, &app.field_policy())?;
         app.model.check_name(request.model.as_deref())?;
         let encoding = request.encoding()?;
         request.check_dimensions(app.engine.info().hidden_size)?;

@@ -190,7 +190,7 @@ pub(crate) async fn abort_request(
     State(app): State<Arc<AppState>>,
     OptionalJsonBody(request): OptionalJsonBody<AbortRequest>,
 ) -> Result<Json<Value>, ApiError> {
-    request.unread.check(RequestKind::Abort, app.options.unknown_fields)?;
+    request.unread.check(RequestKind::Abort, &app.field_policy())?;
     let aborted = match (request.rid.as_deref().filter(|id| !id.is_empty()), request.abort_all) {
         (_, Some(true)) => app.in_flight.abort(None),
         (Some(id), _) => app.in_flight.abort(Some(id)),

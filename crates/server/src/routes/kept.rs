@@ -13,7 +13,7 @@ use super::chat::render;
 use super::info::PAGE_TOKENS;
 use crate::http::JsonBody;
 use crate::options::CacheShape;
-use crate::protocol::{ApiError, OpenAiRequest, RequestKind, UnreadFields};
+use crate::protocol::{ApiError, OpenAiRequest, RequestKind, UnreadFields, check_forms};
 use crate::state::AppState;
 
 /// The body of a request: a chat as it was said so far.
@@ -35,7 +35,9 @@ pub(crate) async fn kept(
     JsonBody(request, memory): JsonBody<KeptRequest>,
 ) -> Result<Json<Value>, ApiError> {
     let read = move |app: &AppState| {
-        request.unread.check(RequestKind::Cache, app.options.unknown_fields)?;
+        let policy = app.field_policy();
+        request.unread.check(RequestKind::Cache, &policy)?;
+        check_forms(None, None, request.tools.as_deref(), &policy)?;
         app.model.check_name(request.model.as_deref())?;
         let mut chat = OpenAiRequest::of_chat(request.messages, request.tools, None);
         // Only what was said: the marks after the last message have not been computed.
@@ -63,7 +65,6 @@ pub(crate) async fn kept(
     }
     Ok(Json(json!({
         "tokens": tokens,
-        "shared_pages": 0,
         "runs": runs(&kept, pages, shape),
         "stored_bytes": stored_bytes(&kept, shape),
         "bf16_bytes": pages * shape.exact_page_bytes,

@@ -29,7 +29,7 @@ pub(crate) async fn score(
     State(app): State<Arc<AppState>>,
     JsonBody(mut request, memory): JsonBody<ScoreRequest>,
 ) -> Result<Json<Value>, ApiError> {
-    request.unread.check(RequestKind::Score, app.options.unknown_fields)?;
+    request.unread.check(RequestKind::Score, &app.field_policy())?;
     app.model.check_name(request.model.as_deref())?;
     app.check_batch(request.count(), "text_2")?;
     let id = fresh_id("score-");

@@ -13,7 +13,7 @@ use serde_json::Value;
 use super::chat::render;
 use crate::http::JsonBody;
 use crate::protocol::{
-    ApiError, Ids, OneOrMany, OpenAiRequest, RequestKind, UnreadFields, at_most, text_error,
+    ApiError, Ids, OneOrMany, OpenAiRequest, RequestKind, UnreadFields, at_most, check_forms, text_error,
 };
 use crate::state::AppState;
 use crate::text::bytes_of;
@@ -76,9 +76,11 @@ pub(crate) async fn tokenize(
 }
 
 impl TokenizeRequest {
-    /// The body of the answer. For texts of any length, this is work for [`AppState::encode`].
+    /// The body of the answer. For texts of any length, this is work for [`AppState::encode_body`].
     fn answer(self, app: &AppState) -> Result<Bytes, ApiError> {
-        self.unread.check(RequestKind::Tokenize, app.options.unknown_fields)?;
+        let policy = app.field_policy();
+        self.unread.check(RequestKind::Tokenize, &policy)?;
+        check_forms(None, None, self.tools.as_deref(), &policy)?;
         app.model.check_name(self.model.as_deref())?;
         let max_model_len = app.engine.info().context;
         self.check_one_text()?;
@@ -245,7 +247,7 @@ pub(crate) async fn detokenize(
 impl DetokenizeRequest {
     /// The body of the answer, as with [`TokenizeRequest::answer`].
     fn answer(self, app: &AppState) -> Result<Bytes, ApiError> {
-        self.unread.check(RequestKind::Detokenize, app.options.unknown_fields)?;
+        self.unread.check(RequestKind::Detokenize, &app.field_policy())?;
         app.model.check_name(self.model.as_deref())?;
         let lists = match &self.tokens {
             Ids::One(ids) => std::slice::from_ref(ids),

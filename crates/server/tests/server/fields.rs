@@ -31,10 +31,13 @@ fn with(mut request: Value, extra: &Value) -> Value {
     request
 }
 
-/// What the error of a request says: `/v1/messages` has only a message.
-fn told(answer: &crate::support::Answer, field: &str) {
-    assert_eq!(answer.status, 400, "{field}: {}", answer.text);
-    assert!(answer.json()["error"]["message"].as_str().unwrap().contains(field), "{}", answer.text);
+/// The error of a request is about this field: `/v1/messages` has only a message.
+fn told(path: &str, answer: &crate::support::Answer, field: &str) {
+    assert_eq!(answer.status, 400, "{path} {field}: {}", answer.text);
+    let error = &answer.json()["error"];
+    let name = field.rsplit('.').next().unwrap();
+    assert!(error["message"].as_str().unwrap().contains(name), "{path}: {}", answer.text);
+    assert!(error["param"] == field || path.starts_with("/v1/messages"), "{path}: {}", answer.text);
 }
 
 #[tokio::test]
@@ -59,7 +62,7 @@ async fn every_door_refuses_what_it_does_not_know() {
             ("session_params", json!({"id": "s"})),
             ("token_ids_logprob", json!([1])),
         ] {
-            told(&server.post(path, with(request.clone(), &json!({field: value}))).await, field);
+            told(path, &server.post(path, with(request.clone(), &json!({field: value}))).await, field);
         }
     }
     let request = json!({"text": "a", "sampling_params": [{"max_new_tokens": 2, "beams": 4}]});
@@ -129,7 +132,7 @@ async fn neutral_values_of_fields_of_other_doors_are_fine() {
         };
         server.post(path, with(request.clone(), &fields)).await.ok();
         if !["/v1/chat/completions", "/v1/completions"].contains(&path) {
-            told(&server.post(path, with(request, &json!({"best_of": 2}))).await, "best_of");
+            told(path, &server.post(path, with(request, &json!({"best_of": 2}))).await, "best_of");
         }
     }
     let params = json!({"max_new_tokens": 2, "detokenize": true});
@@ -139,20 +142,51 @@ async fn neutral_values_of_fields_of_other_doors_are_fine() {
 /// A wrong name within a field is no better than one beside it.
 #[tokio::test]
 async fn fields_within_forms_of_answers_are_known() {
-    let [chat, completion, ..] = routes();
     let format = json!({"response_format": {"type": "text", "nonsense": 1}});
-    let tool =
-        json!({"tools": [{"type": "function", "function": {"name": "f", "parametres": {"type": "object"}}}]});
+    let object = json!({"type": "object"});
+    let tool = json!({"tools": [{"type": "function", "function": {"name": "f", "parametres": object}}]});
+    let flat = json!({"tools": [{"type": "function", "name": "f", "parametres": object}]});
+    let own = json!({"tools": [{"name": "f", "input_schema": object, "input_shema": object}]});
+    let strict = json!({"type": "json_schema", "name": "n", "schema": object, "strictt": true});
+    let pattern = json!({"structured_outputs": {"regex": "[a-z]+", "whitespace_pattern": " ?"}});
+    let messages = json!({"messages": [{"role": "user", "content": "Hello"}]});
+    let output = json!({"output_config": {"format": {"type": "json_schema", "schema": object, "shcema": 1}}});
     let ignores = ServerOptions { unknown_fields: UnknownFields::Ignore, ..ServerOptions::default() };
-    let (strict, loose) = (mock(), mock_with(MockOptions::default(), ignores));
-    for ((path, request), extra, param) in [
-        (&chat, &format, "response_format.nonsense"),
-        (&completion, &format, "response_format.nonsense"),
-        (&chat, &tool, "tools[0].function.parametres"),
+    let (strictly, loosely) = (mock(), mock_with(MockOptions::default(), ignores));
+    let doors =
+        routes().into_iter().chain([("/oscar/cache", messages.clone()), ("/apply-template", messages)]);
+    let doors: Vec<(&str, Value)> = doors.collect();
+    let chat = doors[0].1["messages"].clone();
+    for (path, extra, field) in [
+        ("/v1/chat/completions", format.clone(), "response_format.nonsense"),
+        ("/v1/completions", format, "response_format.nonsense"),
+        ("/v1/chat/completions", tool.clone(), "tools[0].function.parametres"),
+        ("/apply-template", tool.clone(), "tools[0].function.parametres"),
+        ("/oscar/cache", tool.clone(), "tools[0].function.parametres"),
+        ("/tokenize", with(tool, &json!({"prompt": null, "messages": chat})), "tools[0].function.parametres"),
+        ("/v1/responses", flat, "tools[0].parametres"),
+        ("/v1/responses", json!({"text": {"format": strict}}), "text.format.strictt"),
+        ("/v1/messages", own.clone(), "tools[0].input_shema"),
+        ("/v1/messages/count_tokens", own, "tools[0].input_shema"),
+        ("/v1/messages", output, "output_config.format.shcema"),
+        ("/v1/chat/completions", pattern.clone(), "structured_outputs.whitespace_pattern"),
+        ("/v1/completions", pattern, "structured_outputs.whitespace_pattern"),
     ] {
-        let error = strict.post(path, with(request.clone(), extra)).await.refused(400);
-        assert_eq!((&error["param"], &error["code"]), (&json!(param), &json!("unknown_parameter")));
-        loose.post(path, with(request.clone(), extra)).await.ok();
+        let request = with(doors.iter().find(|(door, _)| *door == path).unwrap().1.clone(), &extra);
+        let refused = strictly.post(path, request.clone()).await;
+        told(path, &refused, field);
+        assert!(refused.text.contains("has no field"), "{}", refused.text);
+        // The mock says what no grammar allows, which is an error of another kind.
+        let answer = loosely.post(path, request).await;
+        assert!(answer.status != 400, "{path} {field}: {}", answer.text);
+    }
+    // Flags that are off, and what clients are known to send.
+    let off = json!({"structured_outputs": {"disable_any_whitespace": false, "whitespace_pattern": null}});
+    let eager = json!({"tools": [{"name": "f", "input_schema": object, "eager_input_streaming": true,
+        "cache_control": {"type": "ephemeral"}, "defer_loading": false}]});
+    for (path, extra) in [("/v1/chat/completions", off), ("/v1/messages", eager)] {
+        let request = with(doors.iter().find(|(door, _)| *door == path).unwrap().1.clone(), &extra);
+        strictly.post(path, request).await.ok();
     }
 }
 
@@ -388,10 +422,7 @@ async fn fields_within_fields_are_refused_too() {
         ("/abort_request", json!({"abrot_all": true}), "abrot_all"),
     ] {
         let answer = server.post(path, with(request(path), &extra)).await;
-        told(&answer, field.rsplit('.').next().unwrap());
-        // Errors of Anthropic's interface name no field.
-        let param = &answer.json()["error"]["param"];
-        assert!(*param == field || path.starts_with("/v1/messages"), "{path}: {param}");
+        told(path, &answer, field);
         ignoring.post(path, with(request(path), &extra)).await.ok();
     }
     for (path, extra) in [
@@ -452,89 +483,4 @@ async fn messages_may_have_more_than_is_read() {
         {"role": "user", "content": [{"type": "text", "text": "And?", "cache_control": {"type": "ephemeral"}}]},
     ]);
     server.post("/v1/chat/completions", json!({"messages": messages, "max_tokens": 2})).await.ok();
-}
-
-/// What limits an answer of a route; the first is given to a request without any.
-fn limits(path: &str) -> &'static [&'static str] {
-    match path {
-        "/v1/responses" => &["max_output_tokens"],
-        "/v1/chat/completions" => &["max_tokens", "max_completion_tokens", "n_predict"],
-        _ => &["max_tokens"],
-    }
-}
-
-/// Requests recorded from front ends, which `tools/check-clients` sends to a model: here every field of them is known.
-#[tokio::test]
-async fn recorded_requests_of_front_ends_are_served() {
-    let server = mock();
-    let front_ends: Value = serde_json::from_str(include_str!("../python/front_ends.json")).unwrap();
-    let mut answered = 0;
-    for (name, front_end) in front_ends.as_object().unwrap() {
-        for request in front_end["requests"].as_array().unwrap() {
-            let (path, mut body) = (request["path"].as_str().unwrap(), request["body"].clone());
-            if body.get("model").is_some() {
-                body["model"] = "tiny".into();
-            }
-            // Anthropic's clients have the names of features behind the path.
-            let limits = limits(path.split('?').next().unwrap());
-            if !limits.iter().any(|limit| body.get(limit).is_some()) {
-                body[limits[0]] = 4.into();
-            }
-            for limit in limits {
-                // None of an answer is a length, too: a page has prompts computed ahead.
-                if body.get(limit).is_some_and(|most| *most != 0) {
-                    body[limit] = 4.into();
-                }
-            }
-            let answer = server.post(path, body).await;
-            match request["refused"].as_str() {
-                Some(field) => assert_eq!(answer.refused(400)["param"], field, "{name}"),
-                None => {
-                    assert_eq!(answer.status, 200, "{name} {path}: {}", answer.text);
-                    answered += 1;
-                }
-            }
-        }
-    }
-    assert!(answered > 30, "{answered}");
-}
-
-/// Bodies of programs that have not been recorded, as their documentation and sources have them.
-#[tokio::test]
-async fn front_ends_that_were_not_recorded_are_served() {
-    let server = mock();
-    let messages = json!([{"role": "system", "content": "s"}, {"role": "user", "content": "Hello"}]);
-    let sglang_router = json!({
-        "model": "tiny", "messages": messages, "max_tokens": 4, "stream": false, "ignore_eos": false,
-        "no_stop_trim": false, "skip_special_tokens": true, "continue_final_message": false,
-        "separate_reasoning": true, "stream_reasoning": true, "return_hidden_states": false, "n": 1,
-    });
-    let openai = json!({
-        "model": "tiny", "messages": messages, "max_completion_tokens": 4, "store": true, "service_tier": "flex",
-        "metadata": {"k": "v"}, "prompt_cache_key": "k", "safety_identifier": "s", "modalities": ["text"],
-        "prediction": {"type": "content", "content": "x"}, "verbosity": "low", "parallel_tool_calls": true,
-    });
-    for request in [sglang_router, openai] {
-        server.post("/v1/chat/completions", request).await.ok();
-    }
-    let continue_completes = json!({
-        "model": "tiny", "prompt": "fn ", "max_tokens": 4, "temperature": 0.01, "top_p": null, "stream": false,
-        "frequency_penalty": null, "presence_penalty": null, "stop": ["<fim>", "\n\n"],
-    });
-    server.post("/v1/completions", continue_completes).await.ok();
-    let silly_tavern = json!({
-        "model": "tiny", "prompt": "Hello", "max_tokens": 4, "temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0,
-        "n": 1, "repetition_penalty": 1, "use_beam_search": false, "length_penalty": 1, "early_stopping": false,
-        "stop": ["\n"], "ignore_eos": false, "min_tokens": 0, "skip_special_tokens": true, "mirostat_mode": 0,
-        "spaces_between_special_tokens": true, "add_special_tokens": true, "typical": 1, "tfs": 1, "top_a": 0,
-        "epsilon_cutoff": 0, "dynatemp_low": 1, "smoothing_factor": 0, "custom_token_bans": "",
-        "sampler_priority": ["temperature", "top_p"], "api_type": "vllm", "api_server": "http://x",
-    });
-    server.post("/v1/completions", silly_tavern).await.ok();
-    let native = json!({
-        "text": "Hello", "stream": false, "log_metrics": true, "return_logprob": false, "model": "tiny",
-        "return_hidden_states": false, "bootstrap_host": "h", "bootstrap_room": 1, "data_parallel_rank": 0,
-        "sampling_params": {"max_new_tokens": 2, "spaces_between_special_tokens": true, "stream_interval": 1},
-    });
-    server.post("/generate", native).await.ok();
 }

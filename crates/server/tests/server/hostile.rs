@@ -118,6 +118,16 @@ async fn a_batch_is_counted_before_it_is_expanded() {
         assert_eq!(error["param"], field, "{error}");
         assert!(error["message"].as_str().unwrap().contains("at most 8"), "{error}");
     }
+    // Settings are counted beside the prompts, before any of them is read.
+    let params =
+        |count: usize| json!({"text": "a", "sampling_params": vec![json!({"top_k": "many"}); count]});
+    for count in [most + 1, 2] {
+        let error = server.post("/generate", params(count)).await.refused(400);
+        let message = format!("sampling_params has {count} entries for 1 prompts");
+        assert_eq!((&error["param"], &error["message"]), (&json!("sampling_params"), &json!(message)));
+    }
+    let error = server.post("/generate", params(1)).await.refused(400);
+    assert_eq!(error["param"], "sampling_params[0].top_k", "{error}");
     let body = json!({"prompt": vec!["a"; most], "max_tokens": 1});
     server.post("/v1/completions", body).await.ok();
     // A list that no engine takes is not even read to its end.

@@ -13,6 +13,7 @@ mod earlier_calls;
 mod embeddings;
 mod fields;
 mod forms;
+mod front_ends;
 mod hostile;
 mod kv_events;
 mod llama;

@@ -63,6 +63,9 @@ async fn a_chat_is_kept_until_it_is_flushed() {
     };
     // The tree takes an answer's pages after its last token was sent.
     eventually("it is at rest", || server.engine.stats().cache.tree_pages > 3).await;
+    // What is at rest is nobody's, so nothing is said of who shares it.
+    let body = json!({"messages": [{"role": "user", "content": "a"}]});
+    assert_eq!(server.post("/oscar/cache", body).await.ok().get("shared_pages"), None);
     let kept = pages().await;
     assert!(kept[0].0 == "recent" && kept[0].1 > 3, "{kept:?}");
     assert!(kept.iter().all(|(state, _)| state != "evicted"), "{kept:?}");

@@ -191,6 +191,36 @@ async fn fields_with_several_names_are_named_as_they_were_sent() {
     }
 }
 
+/// A field that nobody reads has the name that was sent, which may be that of another field elsewhere.
+#[tokio::test]
+async fn unread_fields_are_named_as_they_were_sent() {
+    let server = mock();
+    let messages = json!([{"role": "user", "content": "a"}]);
+    for (path, request, param) in [
+        ("/generate", json!({"text": "a", "temperature": 0.5}), "temperature"),
+        ("/generate", json!({"text": "a", "prompt": "b"}), "prompt"),
+        ("/generate", json!({"input_ids": [5], "prompt": "b"}), "prompt"),
+        (
+            "/generate",
+            json!({"text": "a", "sampling_params": {"max_tokens": 5}}),
+            "sampling_params.max_tokens",
+        ),
+        ("/generate", json!({"text": "a", "sampling_params": {"logprobs": 5}}), "sampling_params.logprobs"),
+        ("/completion", json!({"prompt": "a", "max_tokens": 5}), "max_tokens"),
+        ("/completion", json!({"prompt": "a", "logprobs": 5}), "logprobs"),
+        ("/completion", json!({"prompt": "a", "repetition_penalty": 2}), "repetition_penalty"),
+        ("/v1/completions", json!({"prompt": "a", "typ_p": 0.5, "typical": 0.5}), "typical"),
+        ("/v1/chat/completions", json!({"messages": messages, "prompt": "b"}), "prompt"),
+        ("/v1/responses", json!({"input": "a", "max_tokens": 5}), "max_tokens"),
+        ("/v1/responses", json!({"input": "a", "messages": messages}), "messages"),
+    ] {
+        let error = server.post(path, request).await.refused(400);
+        assert_eq!(error["param"], param, "{path}: {error}");
+        let name = param.rsplit('.').next().unwrap();
+        assert!(error["message"].as_str().unwrap().contains(name), "{path}: {error}");
+    }
+}
+
 /// Fails every answer when it would have finished, with an error about this option.
 struct FailsLate(MockEngine, &'static str);
 

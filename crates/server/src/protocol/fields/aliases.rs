@@ -22,28 +22,20 @@ pub(crate) fn either<T: PartialEq + Display>(
     }
 }
 
-/// The penalties of tokens (`repeat_penalty`, `presence_penalty` and `frequency_penalty`) where a request has llama.cpp's
-/// `repeat_last_n`: they count in the last tokens only, which is not there, or in none of them where that is 0.
-pub(crate) fn penalties(
-    repeat: Option<f32>,
-    presence: Option<f32>,
-    frequency: Option<f32>,
-    last: Option<i64>,
-) -> Result<[Option<f32>; 3], ApiError> {
+/// The penalties of tokens (of repetition, presence and frequency) where a request has llama.cpp's `repeat_last_n`: they
+/// count in the last tokens only, which is not there, or in none of them where that is 0.
+pub(crate) fn penalties(given: [Option<f32>; 3], last: Option<i64>) -> Result<[Option<f32>; 3], ApiError> {
+    const OFF: [Option<f32>; 3] = [Some(1.0), Some(0.0), Some(0.0)];
     if last == Some(0) {
-        return Ok([None; 3]);
+        // Said, because the model may have a penalty of its own.
+        return Ok(OFF);
     }
-    for (name, penalty, off) in [
-        ("repeat_penalty", repeat, 1.0),
-        ("presence_penalty", presence, 0.0),
-        ("frequency_penalty", frequency, 0.0),
-    ] {
-        if penalty.is_some_and(|penalty| penalty != off) && last.is_some_and(|count| count > 0) {
-            let message = format!("repeat_last_n: {name} is on the whole text; send -1 or nothing");
-            return Err(ApiError::unsupported("repeat_last_n", message));
-        }
+    let some = given.iter().zip(OFF).any(|(penalty, off)| penalty.is_some() && *penalty != off);
+    if some && last.is_some_and(|count| count > 0) {
+        let message = "repeat_last_n: penalties are on the whole text; send -1 or nothing";
+        return Err(ApiError::unsupported("repeat_last_n", message));
     }
-    Ok([repeat, presence, frequency])
+    Ok(given)
 }
 
 #[cfg(test)]
@@ -66,18 +58,18 @@ mod tests {
     #[test]
     fn penalties_are_on_the_whole_text_or_off() {
         let all = [Some(1.5), Some(0.5), Some(0.25)];
-        let read = |[repeat, presence, frequency]: [Option<f32>; 3], last| {
-            penalties(repeat, presence, frequency, last)
-        };
-        assert_eq!(read(all, None), Ok(all));
-        assert_eq!(read(all, Some(-1)), Ok(all));
-        assert_eq!(read(all, Some(0)), Ok([None; 3]));
-        let off = [Some(1.0), Some(0.0), Some(0.0)];
-        assert_eq!(read(off, Some(64)), Ok(off));
+        let (none, off) = ([None; 3], [Some(1.0), Some(0.0), Some(0.0)]);
+        for same in [none, off, all] {
+            assert_eq!(penalties(same, None), Ok(same));
+            assert_eq!(penalties(same, Some(-1)), Ok(same));
+            assert_eq!(penalties(same, Some(0)), Ok(off));
+        }
+        assert_eq!(penalties(off, Some(64)), Ok(off));
+        assert_eq!(penalties(none, Some(64)), Ok(none));
         for one in 0..3 {
             let mut some = off;
             some[one] = all[one];
-            assert_eq!(read(some, Some(64)).unwrap_err().param(), Some("repeat_last_n"));
+            assert_eq!(penalties(some, Some(64)).unwrap_err().param(), Some("repeat_last_n"));
         }
     }
 }

@@ -67,7 +67,8 @@ fn find(lists: &[&'static [Known]], name: &str) -> Option<&'static Known> {
     lists.iter().copied().flatten().find(|known| known.name == name)
 }
 
-/// Fields that some doors have, with the values that change nothing at those that do not have them.
+/// Fields that some doors have, with the values that change nothing at those that do not have them, unless the model has a
+/// setting of its own for them.
 const NEUTRAL: &[(&str, &str)] = &[
     ("stream", "[false]"),
     ("n", "[1]"),
@@ -177,7 +178,7 @@ const SAMPLERS: &[Known] = &[
     missing("rep_pen_range", "[0]", "the penalty is on the whole text"),
     missing("repetition_penalty_range", "[0]", "the penalty is on the whole text"),
     missing("repeat_penalty", "[1]", "its name here is repetition_penalty"),
-    harmless("repeat_last_n", "of repeat_penalty"),
+    harmless("repeat_last_n", "penalties are on the whole text"),
 ];
 
 /// How other servers go about their work, and what they say about an answer besides it.

@@ -5,11 +5,12 @@ mod aliases;
 mod forms;
 mod known;
 
+use oscar_model::SamplingDefaults;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
 pub(crate) use self::aliases::{either, penalties};
-pub(crate) use self::forms::check_forms;
+pub(crate) use self::forms::{check_forms, check_forms_of_messages, check_forms_of_responses};
 use self::known::{Known, known, neutral_elsewhere};
 use super::ApiError;
 use crate::options::UnknownFields;
@@ -78,10 +79,58 @@ impl RequestKind {
         !self.name().starts_with('/') && self != RequestKind::SamplingParams
     }
 
+    /// Whether tokens are drawn for such requests.
+    fn draws(self) -> bool {
+        matches!(
+            self,
+            RequestKind::Chat
+                | RequestKind::Completions
+                | RequestKind::Responses
+                | RequestKind::Messages
+                | RequestKind::Generate
+                | RequestKind::SamplingParams
+                | RequestKind::Completion
+        )
+    }
+
     /// The path of a field in the body.
     fn path(self, field: &str) -> String {
         let name = self.name();
         if name.starts_with('/') { field.to_owned() } else { format!("{name}.{field}") }
+    }
+}
+
+/// How fields are checked that nobody reads.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct FieldPolicy {
+    /// What happens to those that may change an answer.
+    pub(crate) unknown: UnknownFields,
+    /// How an answer is drawn where a request says nothing that is read.
+    pub(crate) drawn: SamplingDefaults,
+}
+
+impl FieldPolicy {
+    /// The policy for a request that has a repetition penalty by a name that is read, if `sent`.
+    pub(crate) fn with_penalty(&self, sent: bool) -> FieldPolicy {
+        let repetition_penalty = self.drawn.repetition_penalty.filter(|_| !sent);
+        FieldPolicy { drawn: SamplingDefaults { repetition_penalty, ..self.drawn }, ..*self }
+    }
+
+    /// Whether a field that switches a sampler off is about one that is on, because the model has a setting of its own.
+    fn contradicts(&self, name: &str, value: &Value) -> bool {
+        let differs = |own: Option<f32>, off: f32| own.is_some_and(|own| own != off);
+        match name {
+            "temperature" => differs(self.drawn.temperature, 1.0),
+            "top_p" => differs(self.drawn.top_p, 1.0),
+            "top_k" => self.drawn.top_k.is_some_and(|count| count > 0),
+            "min_p" => differs(self.drawn.min_p, 0.0),
+            // A penalty over the last tokens is off where these are none.
+            "repeat_last_n" => is_one_of(value, "[0]") && differs(self.drawn.repetition_penalty, 1.0),
+            "repetition_penalty" | "repeat_penalty" | "rep_pen" => {
+                differs(self.drawn.repetition_penalty, 1.0)
+            }
+            _ => false,
+        }
     }
 }
 
@@ -104,16 +153,17 @@ impl UnreadFields {
     }
 
     /// Refuses the first field that may change the answer, unless such fields are to be ignored.
-    pub(crate) fn check(&self, kind: RequestKind, policy: UnknownFields) -> Result<(), ApiError> {
+    pub(crate) fn check(&self, kind: RequestKind, policy: &FieldPolicy) -> Result<(), ApiError> {
         for (name, value) in &self.0 {
             let known = known(kind, name);
             let neutral = neutral_elsewhere(kind, name).is_some_and(|neutral| is_one_of(value, neutral));
-            if says_nothing(value) || neutral || known.is_some_and(|known| known.is_fine(value)) {
+            let fine = neutral || known.is_some_and(|known| known.is_fine(value));
+            if says_nothing(value) || fine && !(kind.draws() && policy.contradicts(name, value)) {
                 continue;
             }
             let shown = &name[..name.floor_char_boundary(MAX_NAME)];
             let path = kind.path(shown);
-            match (policy, known) {
+            match (policy.unknown, known) {
                 (UnknownFields::Ignore, _) => tracing::debug!(kind = kind.name(), field = shown, "ignored"),
                 (UnknownFields::Refuse, Some(known)) => {
                     return Err(ApiError::unsupported(&path, format!("{path}: {}", known.reason)));
@@ -193,7 +243,7 @@ mod tests {
 
     fn check(kind: RequestKind, fields: &Value) -> Result<(), ApiError> {
         let unread: UnreadFields = serde_json::from_value(fields.clone()).unwrap();
-        unread.check(kind, UnknownFields::Refuse)
+        unread.check(kind, &FieldPolicy::default())
     }
 
     #[test]
@@ -248,7 +298,8 @@ mod tests {
         assert_eq!(error.body()["error"]["param"], "sampling_params.temprature");
         assert_eq!(error.code(), Some("unknown_parameter"));
         let unread: UnreadFields = serde_json::from_value(json!({"temprature": 0, "mirostat": 2})).unwrap();
-        assert_eq!(unread.check(RequestKind::Chat, UnknownFields::Ignore), Ok(()));
+        let policy = FieldPolicy { unknown: UnknownFields::Ignore, ..FieldPolicy::default() };
+        assert_eq!(unread.check(RequestKind::Chat, &policy), Ok(()));
         let long = check(RequestKind::Chat, &json!({"é".repeat(5000): 1})).unwrap_err();
         assert!(long.to_string().len() < 300, "{long}");
     }

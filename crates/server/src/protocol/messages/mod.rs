@@ -8,8 +8,10 @@ use serde_json::{Map, Number, Value, json};
 use self::conversation::{conversation, texts};
 use super::sampling::Object;
 use super::sent_names::{Place, SentNames};
-use super::{OneOrMany, OpenAiRequest, RequestKind, UnreadFields, leave_tools_of_servers, says_nothing};
-use crate::options::UnknownFields;
+use super::{
+    FieldPolicy, OneOrMany, OpenAiRequest, RequestKind, UnreadFields, check_forms_of_messages,
+    leave_tools_of_servers, says_nothing,
+};
 use crate::protocol::ApiError;
 
 /// The body of a request to `/v1/messages` or `/v1/messages/count_tokens`.
@@ -72,8 +74,8 @@ struct OutputConfig {
 impl MessagesRequest {
     /// Refuses fields that nobody reads, also within others. Where they are to be ignored, so are tools that the server
     /// would have to have itself.
-    pub(crate) fn check_fields(&mut self, policy: UnknownFields) -> Result<(), ApiError> {
-        self.tool_places = leave_tools_of_servers(self.tools.as_mut(), "custom", policy);
+    pub(crate) fn check_fields(&mut self, policy: &FieldPolicy) -> Result<(), ApiError> {
+        self.tool_places = leave_tools_of_servers(self.tools.as_mut(), "custom", policy.unknown);
         self.unread.check(RequestKind::Messages, policy)?;
         if let Some(Object(thinking)) = &self.thinking {
             thinking.unread.check(RequestKind::Thinking, policy)?;
@@ -81,7 +83,8 @@ impl MessagesRequest {
         if let Some(Object(output)) = &self.output_config {
             output.unread.check(RequestKind::OutputConfig, policy)?;
         }
-        Ok(())
+        let format = self.output_config.as_ref().and_then(|Object(output)| output.format.as_ref());
+        check_forms_of_messages(format, self.tools.as_deref(), &self.tool_places, policy)
     }
 
     /// Translates the request into a chat, and says what the client called the fields of it.
@@ -243,7 +246,7 @@ mod tests {
             request[name] = value.clone();
         }
         let mut request = parse::<MessagesRequest>(request.to_string().as_bytes())?;
-        request.check_fields(UnknownFields::Refuse)?;
+        request.check_fields(&FieldPolicy::default())?;
         request.into_chat().map(|(request, _)| request)
     }
 

@@ -10,8 +10,10 @@ use serde_json::{Map, Number, Value, json};
 use self::items::messages;
 use super::sampling::Object;
 use super::sent_names::{Place, SentNames};
-use super::{OpenAiRequest, RequestKind, UnreadFields, leave_tools_of_servers, says_nothing};
-use crate::options::UnknownFields;
+use super::{
+    FieldPolicy, OpenAiRequest, RequestKind, UnreadFields, check_forms_of_responses, leave_tools_of_servers,
+    says_nothing,
+};
 use crate::protocol::ApiError;
 
 /// The most pairs in `metadata`, and the most characters of a name and of a text there, as OpenAI has them.
@@ -85,8 +87,8 @@ pub(crate) struct ReasoningSettings {
 impl ResponsesRequest {
     /// Refuses fields that nobody reads, also within others. Where they are to be ignored, so are tools that the server
     /// would have to have itself.
-    pub(crate) fn check_fields(&mut self, policy: UnknownFields) -> Result<(), ApiError> {
-        self.tool_places = leave_tools_of_servers(self.tools.as_mut(), "function", policy);
+    pub(crate) fn check_fields(&mut self, policy: &FieldPolicy) -> Result<(), ApiError> {
+        self.tool_places = leave_tools_of_servers(self.tools.as_mut(), "function", policy.unknown);
         self.unread.check(RequestKind::Responses, policy)?;
         if let Some(Object(text)) = &self.text {
             text.unread.check(RequestKind::TextSettings, policy)?;
@@ -94,7 +96,8 @@ impl ResponsesRequest {
         if let Some(Object(reasoning)) = &self.reasoning {
             reasoning.unread.check(RequestKind::ReasoningSettings, policy)?;
         }
-        Ok(())
+        let format = self.text.as_ref().and_then(|Object(text)| text.format.as_ref());
+        check_forms_of_responses(format, self.tools.as_deref(), &self.tool_places, policy)
     }
 
     /// Translates the request into a chat, and says what the client called the fields of it.
@@ -260,7 +263,7 @@ mod tests {
             request[name] = value.clone();
         }
         let mut request = parse::<ResponsesRequest>(request.to_string().as_bytes())?;
-        request.check_fields(UnknownFields::Refuse)?;
+        request.check_fields(&FieldPolicy::default())?;
         request.into_chat().map(|(request, _)| request)
     }
 

@@ -36,7 +36,7 @@ pub(crate) async fn chat_completions(
     let id = fresh_id("chatcmpl-");
     let read = |app: &AppState| {
         request.leave_fields_of_completions();
-        request.check_fields(RequestKind::Chat, app.options.unknown_fields)?;
+        request.check_fields(RequestKind::Chat, &app.field_policy())?;
         let names = SentNames::of_chat(request.aliases());
         Ok((request, names, ()))
     };

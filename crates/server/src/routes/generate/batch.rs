@@ -3,11 +3,13 @@
 use std::sync::Arc;
 
 use oscar_engine::GenerateOptions;
+use serde_json::{Map, Value};
 
 use super::answer::Listing;
+use crate::http::parse_fields;
 use crate::protocol::{
-    AnswerFormat, ApiError, GenerateRequest, Ids, Object, OneOrMany, PrecisionFields, RequestKind,
-    SamplingParams, either,
+    AnswerFormat, ApiError, GenerateRequest, Ids, OneOrMany, PrecisionFields, RequestKind, SamplingParams,
+    SentNames, either,
 };
 use crate::requests::request_id;
 use crate::routes::constrain::asked_form;
@@ -35,25 +37,31 @@ pub(super) struct BatchPrompt {
 }
 
 impl Batch {
-    /// Reads a request. For bodies of any size, this is work for [`AppState::encode_body`].
-    pub(super) fn read(app: &AppState, mut request: GenerateRequest) -> Result<Batch, ApiError> {
+    /// Reads a request, and says what the client called the fields of it. For bodies of any size, this is work for
+    /// [`AppState::encode_body`].
+    pub(super) fn read(app: &AppState, mut request: GenerateRequest) -> Result<(Batch, SentNames), ApiError> {
+        request.leave_empty_prompt();
+        request.unread.check(RequestKind::Generate, &app.field_policy())?;
+        let names = SentNames::of_generate(request.aliases());
+        let (count, field) = request.count();
+        app.check_batch(count, field)?;
+        let params = sampling_params(app, request.sampling_params.take(), count)?;
+        match Batch::prepare(app, request, params) {
+            Ok(batch) => Ok((batch, names)),
+            Err(error) => Err(names.restore(error)),
+        }
+    }
+
+    /// Reads a request whose names have been checked, with the sampling parameters of each prompt.
+    fn prepare(
+        app: &AppState,
+        mut request: GenerateRequest,
+        params: Vec<Arc<SamplingParams>>,
+    ) -> Result<Batch, ApiError> {
         let kv_precision = request.kv_precision.take();
         let precision = PrecisionFields { kv_precision, kv_demote: request.kv_demote };
-        check_fields(app, &request)?;
         let (prompts, is_list) = prompts(app, &mut request)?;
         let count = prompts.len();
-        let params: Vec<Arc<SamplingParams>> = match request.sampling_params.take() {
-            None => vec![Arc::default(); count],
-            Some(OneOrMany::One(params)) => {
-                let shared = Arc::new(params.0);
-                vec![shared; count]
-            }
-            Some(OneOrMany::Many(list)) => of_each(
-                list.into_iter().map(|params| Arc::new(params.0)).collect(),
-                count,
-                "sampling_params",
-            )?,
-        };
         let ids = request_ids(request.rid.take(), count)?;
         let wanted = for_all(request.return_logprob.take(), false, count, "return_logprob")?;
         let starts = for_all(request.logprob_start_len.take(), -1, count, "logprob_start_len")?;
@@ -119,16 +127,26 @@ impl Settings {
     }
 }
 
-/// Refuses fields that nobody reads, also among the sampling parameters.
-fn check_fields(app: &AppState, request: &GenerateRequest) -> Result<(), ApiError> {
-    let policy = app.options.unknown_fields;
-    request.unread.check(RequestKind::Generate, policy)?;
-    let params = match &request.sampling_params {
-        None => &[][..],
-        Some(OneOrMany::One(params)) => std::slice::from_ref(params),
-        Some(OneOrMany::Many(list)) => list,
+/// The sampling parameters of each prompt. They are parsed when they have been counted: as values they take much less.
+fn sampling_params(
+    app: &AppState,
+    params: Option<OneOrMany<Map<String, Value>>>,
+    count: usize,
+) -> Result<Vec<Arc<SamplingParams>>, ApiError> {
+    let name = "sampling_params";
+    let read = |place: &str, fields| {
+        let params: SamplingParams = parse_fields(place, fields)?;
+        params.check_fields(&app.field_policy())?;
+        Ok(Arc::new(params))
     };
-    params.iter().try_for_each(|Object(params)| params.unread.check(RequestKind::SamplingParams, policy))
+    match params {
+        None => Ok(vec![Arc::default(); count]),
+        Some(OneOrMany::One(fields)) => Ok(vec![read(name, fields)?; count]),
+        Some(OneOrMany::Many(list)) => {
+            let list = of_each(list, count, name)?.into_iter().enumerate();
+            list.map(|(index, fields)| read(&format!("{name}[{index}]"), fields)).collect()
+        }
+    }
 }
 
 /// The token ids of the prompts, and whether they came as a list.
@@ -139,14 +157,10 @@ fn prompts(app: &AppState, request: &mut GenerateRequest) -> Result<(Vec<Vec<u32
         }
         (None, None) => return Err(ApiError::bad_field("text", "there is neither text nor input_ids")),
         (None, Some(Ids::One(ids))) => (vec![ids], false),
-        (None, Some(Ids::Many(lists))) => {
-            app.check_batch(lists.len(), "input_ids")?;
-            (lists, true)
-        }
+        (None, Some(Ids::Many(lists))) => (lists, true),
         (Some(text), None) => {
             let is_list = matches!(text, OneOrMany::Many(_));
             let texts = text.into_vec();
-            app.check_batch(texts.len(), "text")?;
             let context = app.engine.info().context;
             let encode = |text: &String| {
                 app.model.check_length(text, context, "text")?;

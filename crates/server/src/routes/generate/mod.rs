@@ -17,7 +17,7 @@ use self::writer::GenerateWriter;
 use super::collect::collect;
 use crate::http::JsonBody;
 use crate::http::sse::stream;
-use crate::protocol::{ApiError, GenerateRequest, SentNames};
+use crate::protocol::{ApiError, GenerateRequest};
 use crate::requests::{AnswerStream, PromptRequest};
 use crate::routes::constrain::token_filter;
 use crate::state::AppState;
@@ -25,12 +25,9 @@ use crate::state::AppState;
 /// `/generate`: continues one prompt or a batch of them.
 pub(crate) async fn generate(
     State(app): State<Arc<AppState>>,
-    JsonBody(mut request, memory): JsonBody<GenerateRequest>,
+    JsonBody(request, memory): JsonBody<GenerateRequest>,
 ) -> Result<Response, ApiError> {
-    request.leave_empty_prompt();
-    let names = SentNames::of_generate(request.aliases());
-    let batch = app.encode_body(memory, move |app| Batch::read(app, request)).await;
-    let (batch, memory) = batch.map_err(|error| names.restore(error))?;
+    let ((batch, names), memory) = app.encode_body(memory, move |app| Batch::read(app, request)).await?;
     let Batch { prompts, formats, is_list, streams } = batch;
     let mut filters = Vec::with_capacity(formats.len());
     for (index, format) in formats.into_iter().enumerate() {

@@ -54,7 +54,7 @@ pub(crate) async fn apply_template(
 ) -> Result<Json<Value>, ApiError> {
     let work = move |app: &AppState| {
         request.leave_fields_of_completions();
-        request.check_fields(RequestKind::Chat, app.options.unknown_fields)?;
+        request.check_fields(RequestKind::Chat, &app.field_policy())?;
         // What a chat would be refused for has no text either.
         request.answer_format()?;
         Chat::new(&mut request)?.render(&app.model, &app.options)

@@ -18,9 +18,9 @@ use self::writer::LlamaWriter;
 use super::collect::collect;
 use super::completions::{Prepared, prepare};
 use super::fresh_id;
-use crate::http::JsonBody;
 use crate::http::sse::stream;
-use crate::protocol::{AnswerFormat, ApiError, LlamaRequest, Prompt, RequestKind, SentNames};
+use crate::http::{BodyMemory, JsonBody};
+use crate::protocol::{AnswerFormat, ApiError, LlamaRequest, Prompt, SentNames};
 use crate::requests::{AnswerStream, PromptRequest, request_id};
 use crate::routes::constrain::{asked_form, token_filter};
 use crate::state::AppState;
@@ -28,9 +28,15 @@ use crate::state::AppState;
 /// `/completion`: continues one prompt or several.
 pub(crate) async fn completion(
     State(app): State<Arc<AppState>>,
-    body: JsonBody<LlamaRequest>,
+    JsonBody(request, memory): JsonBody<LlamaRequest>,
 ) -> Result<Response, ApiError> {
-    complete(app, body).await.map_err(|error| SentNames::of_completion().restore(error))
+    let names = SentNames::of_completion();
+    let read = move |app: &AppState| {
+        request.check_fields(&app.field_policy())?;
+        Asked::read(app, request).map_err(|error| SentNames::of_completion().restore(error))
+    };
+    let (asked, memory) = app.encode_body(memory, read).await?;
+    complete(app, asked, memory).await.map_err(|error| names.restore(error))
 }
 
 /// What is left of a request when it has been read.
@@ -48,7 +54,6 @@ struct Asked {
 impl Asked {
     /// Reads a request. For bodies of any size, this is work for [`AppState::encode_body`].
     fn read(app: &AppState, mut request: LlamaRequest) -> Result<Asked, ApiError> {
-        request.unread.check(RequestKind::Completion, app.options.unknown_fields)?;
         let many = matches!(request.prompt, Some(Prompt::Texts(_) | Prompt::IdLists(_)));
         app.check_batch(request.prompt.as_ref().map_or(1, Prompt::count), "prompt")?;
         let rid = request_id(request.rid.as_deref(), &fresh_id("cmpl-"))?;
@@ -70,11 +75,7 @@ impl Asked {
     }
 }
 
-async fn complete(
-    app: Arc<AppState>,
-    JsonBody(request, memory): JsonBody<LlamaRequest>,
-) -> Result<Response, ApiError> {
-    let (asked, memory) = app.encode_body(memory, move |app| Asked::read(app, request)).await?;
+async fn complete(app: Arc<AppState>, asked: Asked, memory: BodyMemory) -> Result<Response, ApiError> {
     let Asked { prompts: prepared, options, format, rid, streams, return_tokens, many } = asked;
     let keeps_tokens = options.logprobs.is_some();
     let filter = token_filter(&app, format, prepared.len(), None).await?;

@@ -28,7 +28,7 @@ pub(crate) async fn messages(
 ) -> Result<Response, ApiError> {
     let id = fresh_id("msg_");
     let read = |app: &AppState| {
-        request.check_fields(app.options.unknown_fields)?;
+        request.check_fields(&app.field_policy())?;
         let (request, names) = request.into_chat()?;
         Ok((request, names, ()))
     };
@@ -47,7 +47,7 @@ pub(crate) async fn count_tokens(
     JsonBody(mut request, memory): JsonBody<MessagesRequest>,
 ) -> Result<Json<Value>, ApiError> {
     let count = |app: &AppState| {
-        request.check_fields(app.options.unknown_fields)?;
+        request.check_fields(&app.field_policy())?;
         let (mut request, names) = request.into_unlimited()?;
         app.model.check_name(request.model.as_deref())?;
         // What would be refused has no tokens either.

@@ -26,7 +26,7 @@ pub(crate) async fn responses(
     let id = fresh_id("resp_");
     let name = id.clone();
     let read = move |app: &AppState| {
-        request.check_fields(app.options.unknown_fields)?;
+        request.check_fields(&app.field_policy())?;
         let object = ResponseObject::new(app, &name, &request)?;
         let (request, names) = request.into_chat()?;
         Ok((request, names, object))
