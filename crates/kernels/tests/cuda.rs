@@ -36,7 +36,7 @@ use oscar_random::Random;
 
 /// Largest relative error that passes; outputs are f32. Queries have 15 bits in products with codes, which shows where logits are
 /// in the hundreds. Where they are rounded to bytes, the reference rounds them too, but what sums of a band start from is still
-/// off by up to three eighths of their unit.
+/// off by up to one and a quarter of their unit.
 fn limit(kind: Kind, shape: &DecodeShape) -> f64 {
     match (kind == Kind::Sharp, rounds_queries(shape.sealed, shape.group)) {
         (true, true) => 2e-2,

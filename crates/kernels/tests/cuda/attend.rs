@@ -269,8 +269,10 @@ pub(super) fn attention(cpu: &CpuBackend, cuda: &CudaBackend, quick: bool) -> us
                 (false, true) => 1e-2,
                 (false, false) => 2e-3,
             };
+            // With one numeric path chunks are read by the kernel of single tokens, otherwise by one that rounds no queries.
+            let of_chunks = if cuda.is_deterministic() { limit.max(1e-2) } else { 1e-2 };
             let what = format!("attention of {name}, {d} channels, {group} query heads{}", extras.name());
-            failures += report(&format!("{what}, chunks"), worst[0], limit.max(1e-2));
+            failures += report(&format!("{what}, chunks"), worst[0], of_chunks);
             failures += report(&format!("{what}, tokens"), worst[1], limit);
         }
     }
@@ -288,7 +290,9 @@ pub(super) fn chunks(cuda: &CudaBackend) -> usize {
             (7, Some("2"), plain),
             (2, Some("4"), plain),
             (3, Some("bands"), plain),
+            (8, Some("bands"), plain),
             (3, Some("fewer bands"), plain),
+            (12, Some("fewer bands"), plain),
             (3, Some("4/0/0/0"), plain),
             (3, Some("4/2/2/2"), plain),
             (3, Some("4/4/2/2"), plain),
