@@ -172,6 +172,7 @@ impl<'a> FixedPoint<'a> {
 }
 
 impl Engine for FixedPoint<'_> {
+    // More than a product multiplies at once, so that a page is read and its scales are widened once for so many rows.
     const ROWS: usize = 8;
 
     fn simd(&self) -> Simd {

@@ -58,6 +58,9 @@ unsafe fn multiply<C: CodeWords, const BITS: u32>(product: Product<'_>) {
     assert!(left.bytes.len() >= left.rows * 2 * left.stride && left.stride.is_multiple_of(4));
     assert!(sums.len() >= left.rows * 2 * width && columns.end <= width);
     assert!(columns.start.is_multiple_of(COLUMN_STEP) && columns.end.is_multiple_of(COLUMN_STEP));
+    // Without rows the loop below would not end, and with 16 lanes a second group of rows could take fewer registers than the
+    // first, or more.
+    assert!(left.rows > 0 && (C::LANES < 16 || left.rows <= most_rows(C::LANES)));
     let mut first = columns.start;
     while first < columns.end {
         let registers = (columns.end - first) / C::LANES;
@@ -66,8 +69,8 @@ unsafe fn multiply<C: CodeWords, const BITS: u32>(product: Product<'_>) {
             let rows = (left.rows - row).min(most_rows(C::LANES));
             // Every group of rows takes as many registers: with 16 lanes there is one group, and with fewer lanes the rows do
             // not matter.
-            // SAFETY: `first < width` and `row < rows`, so the offsets are inside of words and of sums; the block covers so many
-            // rows and registers of columns from there on.
+            // SAFETY: `first < width` and `row < left.rows`, so the offsets are inside of words and of sums; the block covers so
+            // many rows and registers of columns from there on.
             done = unsafe {
                 let block = Block {
                     left: left.bytes.as_ptr().add(row * 2 * left.stride),
