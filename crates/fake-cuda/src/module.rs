@@ -63,6 +63,7 @@ impl Module {
         }
         Ok(Module { source: Source::new(text, &defines)?, pages: OnceLock::new() })
     }
+
     /// The pages that kernels of this source read.
     pub(crate) fn pages(&self) -> Result<&Pages, Fault> {
         self.pages.get_or_init(|| Pages::of(&self.source)).as_ref().map_err(Clone::clone)

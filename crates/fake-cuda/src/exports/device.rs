@@ -9,9 +9,9 @@ use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute as Attribute, 
 use super::SUCCESS;
 use crate::settings;
 
-/// Of the interface that the functions are those of.
+/// The version of CUDA's interface that these functions are those of.
 const VERSION: c_int = 13_000;
-/// Few, so that tests divide work among all of them.
+/// The card has few multiprocessors, so that tests divide work among all of them.
 const MULTIPROCESSORS: c_int = 8;
 const NAME: &[u8] = b"no card at all\0";
 

@@ -7,9 +7,9 @@ use crate::memory::Fault;
 pub(super) enum Token {
     Word(String),
     Number(i64),
-    /// Of one or two characters; a text in quotes is one sign too.
+    /// A sign of one or two characters.
     Sign(&'static str),
-    /// A number or a text that no size depends on.
+    /// A number, a text in quotes or another character that no size depends on.
     Other,
 }
 

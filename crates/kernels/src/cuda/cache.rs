@@ -60,7 +60,7 @@ pub(super) struct Reader {
 
 /// What takes values back to the model's basis: `[layer][KV head]`.
 struct Undo {
-    /// Of each layer: whether values are in another basis at all.
+    /// Says of each layer whether its values are in another basis at all.
     needed: Vec<bool>,
     matrices: CudaSlice<f32>,
     means: CudaSlice<f32>,

@@ -18,9 +18,9 @@ const MOST_TOKENS: usize = 1 << 24;
 
 /// The result of a segment is a partial result of its unit.
 pub(crate) const PARTIAL: i32 = 0;
-/// It is left in shared memory for the next segment of the block, which is of the same unit.
+/// The result is left in shared memory for the next segment of the block, which is of the same unit.
 pub(crate) const LEFT: i32 = 1;
-/// With what the segment before has left, it is a partial result of the unit.
+/// The result is merged with what the segment before has left, and both are one partial result of the unit.
 pub(crate) const TAKEN: i32 = 2;
 
 /// A run of tiles of one kind; the kernel's `Segment`.
@@ -43,7 +43,7 @@ pub struct Segment {
     pub end: i32,
     /// Where the partial result goes.
     pub partial: i32,
-    /// What it is a part of.
+    /// The number of the unit that the segment is a part of, or -1 where there is no work.
     pub unit: i32,
     /// The first partial result of the unit.
     pub first_partial: i32,
@@ -126,7 +126,7 @@ pub struct PlanShape {
     pub most_tiles: usize,
     /// Tiles of a bf16 page and bytes of each.
     pub exact: (usize, usize),
-    /// The same for sealed pages.
+    /// Tiles of a sealed page and bytes of each.
     pub sealed: (usize, usize),
 }
 

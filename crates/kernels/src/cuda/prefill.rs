@@ -23,9 +23,9 @@ const BLOCK_ROWS: usize = 128;
 /// The instructions that a kernel multiplies with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Products {
-    /// Those of single warps, which all cards have.
+    /// Instructions of single warps, which all cards have.
     Warps,
-    /// Those of four warps together, which sm_90 has, for heads that leave enough registers.
+    /// Instructions of four warps together, which sm_90 has, for heads that leave enough registers.
     Warpgroups,
 }
 

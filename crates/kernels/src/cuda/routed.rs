@@ -141,7 +141,7 @@ pub(super) struct Experts {
     choose: CudaFunction,
     sort: CudaFunction,
     combine: CudaFunction,
-    /// By rows in eights.
+    /// The kernels that multiply, one for each of [`COLUMN_TILES`] and kind of tile.
     kernels: KernelVersions<(usize, TileKind)>,
     rings: Rings,
     /// Few rows have kernels of their own, unless they must have the bits that they have in any batch.

@@ -16,7 +16,7 @@ pub(super) enum TileKind {
     Nibbles = 1,
     /// Codes of up to 8 bits, a scale and an offset for 32 columns.
     Bytes = 2,
-    /// The same for 16 columns.
+    /// Codes of up to 8 bits, a scale and an offset for 16 columns.
     Sixteens = 3,
     /// E4M3, a scale for each row.
     Fp8 = 4,

@@ -5,8 +5,9 @@
 //
 // These integers have two bytes. With more than four query heads, where instructions decide and not memory, they have one in
 // bands of one or two bits, which are narrow bands here. Codes of so few bits are so far from the keys that a byte is enough:
-// what rounding a query to it does to a logit has at most 3 % of the variance that the codes themselves cause, for any query
-// (docs/cuda.md). Columns of matrix instructions, for the query heads of a lane, one of each four (slices):
+// what rounding a query to it does to a logit has at most 3 % of the variance that the codes themselves cause if rounding
+// errors are spread evenly, and at worst three times that (docs/cuda.md). Columns of matrix instructions, for the query heads
+// of a lane, one of each four (slices):
 //
 //     two bytes   slice 0: high, low     slice 1: high, low     slice 2: high, low
 //     one byte    slices 0 and 1         slice 2 and nothing

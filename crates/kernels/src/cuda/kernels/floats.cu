@@ -220,8 +220,8 @@ struct Floats {
     #pragma unroll
     for (int i = 0; i < CHANNEL_TILES; i++) {
       if (i % 4 == 0) {
-        const u8* values = page + SIDE_BYTES + i / 4 * LOAD_BYTES;
-        chunk = FP8 ? *(const uint4*)(values + lane * 16) : squares(values, lane);
+        const u8* values = page + SIDE_BYTES;
+        chunk = FP8 ? *(const uint4*)(values + lane_load(i / 4, lane)) : squares(values + i / 4 * LOAD_BYTES, lane);
       }
       const u32 word = word_of(chunk, i % 4);
       if (!FP8 && ROW_TILES == 2) {
