@@ -146,7 +146,8 @@ fn codec(format: &str, rule: &str, groups: usize, head_dim: usize) -> Option<Opt
             let heads = 0..geometry.layers * geometry.kv_heads;
             let keys = heads.clone().map(|_| HeadTransform::general(None, &matrix).ok());
             let values = heads.map(|_| HeadTransform::new(None, &hadamard::matrix(head_dim)).ok());
-            let encoder = |transform: Option<_>| Some(HeadEncoder { transform: transform?, rows });
+            let encoder =
+                |transform: Option<_>| Some(HeadEncoder { transform: transform?, rows, page_means: None });
             let keys = keys.map(encoder).collect::<Option<Vec<_>>>()?;
             let values = values.map(encoder).collect::<Option<Vec<_>>>()?;
             PageCodec::new(format, geometry, keys, values).ok()?

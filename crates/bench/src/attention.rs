@@ -8,9 +8,10 @@ use std::ops::Range;
 use std::sync::Mutex;
 use std::time::Instant;
 
+use half::bf16;
 use oscar_codec::{BandRows, CodecError, PAGE_TOKENS, PageLayout, Rule, Side};
 use oscar_kernels::KernelError;
-use oscar_kernels::cpu::attention::sealed::{attend_sealed, attend_sealed_heads};
+use oscar_kernels::cpu::attention::sealed::{SealedPages, attend_sealed, attend_sealed_heads};
 use oscar_kernels::cpu::attention::{AttentionScratch, SoftmaxState, Span};
 use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cpu::memory::AlignedBuffer;
@@ -157,8 +158,25 @@ pub fn run(
             let model_layers = layers.min(MODEL_LAYERS);
             let layers = layers.next_multiple_of(model_layers);
             memory.fill(layers * layer_bytes, &samples)?;
-            let cache =
-                PooledPages { bytes: memory.bytes(), pages, layers, model_layers, kv_heads, page_bytes };
+            // Means of pages, which all sequences of a model share; small random numbers are as fast as any.
+            let mut random = Random::new(6);
+            let values = if matches!(format, PageLayout::Banded(_)) {
+                model_layers * pages * kv_heads * head_dim
+            } else {
+                0
+            };
+            let means: Vec<u16> = (0..values).map(|_| bf16::from_f32(random.signed()).to_bits()).collect();
+            let bytes = memory.bytes();
+            let cache = PooledPages {
+                bytes,
+                means: &means,
+                head_dim,
+                pages,
+                layers,
+                model_layers,
+                kv_heads,
+                page_bytes,
+            };
             let step = DecodeStep { bench, format: &format, context, pool: &pool };
             let read = fastest(bench.repeat, || step.read(&cache));
             let time = fastest(bench.repeat, || step.attend(&cache));
@@ -248,7 +266,8 @@ fn error(bench: &AttentionBench, format: &PageLayout, samples: &[Vec<u8>]) -> Re
     let outputs = |isa: Isa| -> Vec<f32> {
         let (mut scratch, mut state) = (AttentionScratch::default(), SoftmaxState::default());
         state.reset(rows, d);
-        attend_sealed(isa, format, &queries, scale, &spans, 0, &pages, &mut scratch, &mut state);
+        let pages = SealedPages { layout: format, first: 0, bytes: &pages, means: &[] };
+        attend_sealed(isa, pages, &queries, scale, &spans, &mut scratch, &mut state);
         let mut out = vec![0.0; rows * d];
         out.chunks_exact_mut(d).enumerate().for_each(|(row, out)| state.finish(row, out));
         out
@@ -292,6 +311,9 @@ impl PageMemory {
 /// Pages as they lie in a pool, `[page][layer][head]`.
 struct PooledPages<'a> {
     bytes: &'a [u8],
+    /// What keys are centred by, `[layer][page][head][channel]`; empty if that is nothing.
+    means: &'a [u16],
+    head_dim: usize,
     /// Number of pages of a context.
     pages: usize,
     /// Number of layers of all models together.
@@ -310,6 +332,14 @@ impl<'a> PooledPages<'a> {
             let first = ((model * pages + page) * model_layers + layer) * kv_heads;
             bytes[first * page_bytes..][..kv_heads * page_bytes].chunks_exact(page_bytes)
         })
+    }
+
+    /// The means of the same pages, in the same order.
+    fn means(&self, range: &Range<usize>, layer: usize) -> impl Iterator<Item = &'a [u16]> {
+        let first = layer % self.model_layers * self.pages;
+        let of_page = self.kv_heads * self.head_dim;
+        let means = self.means.get((first + range.start) * of_page..(first + range.end) * of_page);
+        means.unwrap_or_default().chunks_exact(self.head_dim)
     }
 }
 
@@ -369,15 +399,16 @@ impl DecodeStep<'_> {
                 let mut scratch = scratches[worker].lock().expect("no task panics");
                 let mut states = states[index].lock().expect("no task panics");
                 states.iter_mut().for_each(|state| state.reset(rows, d));
-                let pages: Vec<&[u8]> = cache.pages(&items[index], layer).collect();
+                let bytes: Vec<&[u8]> = cache.pages(&items[index], layer).collect();
+                let means: Vec<&[u16]> = cache.means(&items[index], layer).collect();
+                let first = items[index].start;
+                let pages = SealedPages { layout: self.format, first, bytes: &bytes, means: &means };
                 attend_sealed_heads(
                     self.bench.isa,
-                    self.format,
+                    pages,
                     &queries,
                     scale,
                     &spans,
-                    items[index].start,
-                    &pages,
                     &mut scratch,
                     &mut states,
                 );

@@ -64,7 +64,7 @@ fn int2(config: &ModelConfig) -> Result<PageCodec, EngineError> {
     let geometry = config.kv_geometry();
     let layout = BandLayout::int2(geometry.head_dim)?;
     let rows = RowEncoder::Banded(BandRows { layout, value_rule: Rule::MIN_MAX });
-    let head = HeadEncoder { transform: HeadTransform::identity(geometry.head_dim), rows };
+    let head = HeadEncoder { transform: HeadTransform::identity(geometry.head_dim), rows, page_means: None };
     let heads = vec![head; geometry.layers * geometry.kv_heads];
     Ok(PageCodec::new("int2", geometry, heads.clone(), heads)?)
 }

@@ -225,7 +225,8 @@ struct StageBuffers {
 /// Keys in bands behind a transform; the time does not depend on what it does to the bands.
 fn banded(transform: HeadTransform) -> Result<HeadEncoder, CodecError> {
     let layout = BandLayout::int2(transform.dim())?;
-    Ok(HeadEncoder { transform, rows: RowEncoder::Banded(BandRows { layout, value_rule: Rule::Gaussian }) })
+    let rows = RowEncoder::Banded(BandRows { layout, value_rule: Rule::Gaussian });
+    Ok(HeadEncoder { transform, rows, page_means: None })
 }
 
 /// A dense rotation (a Hadamard matrix behind a reflection) and a mean.

@@ -209,7 +209,8 @@ fn fill<B: Backend>(
                 .sealed
                 .iter()
                 .zip(source.iter().cycle())
-                .filter_map(|(to, from)| Some(SealPage { exact: *from, sealed: (*to)? })),
+                .enumerate()
+                .filter_map(|(page, (to, from))| Some(SealPage { page, exact: *from, sealed: (*to)? })),
         );
     }
     backend.copy_pages(&copies, cache)?;

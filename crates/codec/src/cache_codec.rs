@@ -32,10 +32,17 @@ pub trait CacheCodec: Send + Sync {
         1
     }
 
-    /// Replaces consecutive rows (`tokens x head_dim`) of one head by what the cache would read back.
+    /// Replaces consecutive rows (`tokens x head_dim`) of one head, from position `first` of their sequence on, by what the
+    /// cache would read back.
     ///
     /// An error leaves the rows as they were.
-    fn round_trip(&self, head: HeadIndex, side: Side, rows: &mut [f32]) -> Result<(), CodecError>;
+    fn round_trip(
+        &self,
+        head: HeadIndex,
+        side: Side,
+        first: usize,
+        rows: &mut [f32],
+    ) -> Result<(), CodecError>;
 
     /// Bytes for the key and the value of one token of one head, with scales and padding.
     fn token_bytes(&self, head_dim: usize) -> f64;

@@ -20,6 +20,7 @@ pub mod quantise;
 pub mod rule;
 mod slot;
 pub mod transform;
+mod turning;
 mod windows;
 
 pub use cache_codec::{CacheCodec, HeadIndex, Side};
@@ -32,8 +33,9 @@ pub use layout::fp8::Fp8Layout;
 pub use layout::widths::KeyWidths;
 pub use layout::{KvGeometry, PAGE_TOKENS, PageLayout, RowEncoder};
 pub use matrix::SquareMatrix;
-pub use page_codec::{HeadEncoder, PageCodec};
+pub use page_codec::{HeadEncoder, PageCodec, page_parts};
 pub use rule::{Rule, ScaleType};
 pub use slot::{ExactSlot, HostCopy, HostPage, HostSlot, SealedSlot};
 pub use transform::HeadTransform;
+pub use turning::{KeyTurn, KeyTurning, PageMeans, RopeLayout};
 pub use windows::{PageWindows, Windows};

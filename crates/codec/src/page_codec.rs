@@ -16,6 +16,7 @@ use crate::layout::fp8::Fp8Layout;
 use crate::layout::{KvGeometry, PAGE_TOKENS, PageLayout, RowEncoder};
 use crate::rule::Rule;
 use crate::transform::HeadTransform;
+use crate::turning::PageMeans;
 
 /// How the rows of one head and side are encoded.
 #[derive(Clone, Debug)]
@@ -24,6 +25,8 @@ pub struct HeadEncoder {
     pub transform: HeadTransform,
     /// Writes transformed rows as the bytes of a sealed page.
     pub rows: RowEncoder,
+    /// What the rows of a sealed page are centred by, beside the mean of the transform; keys in bands only.
+    pub page_means: Option<PageMeans>,
 }
 
 impl HeadEncoder {
@@ -32,12 +35,14 @@ impl HeadEncoder {
         HeadEncoder {
             transform: HeadTransform::identity(head_dim),
             rows: RowEncoder::Bf16(Bf16Layout::new(head_dim)),
+            page_means: None,
         }
     }
 
     /// An encoder of codes. With `published` they are chosen against the unrounded scale, as in the paper.
     pub fn codes(transform: HeadTransform, layout: CodeLayout, rule: Rule, published: bool) -> HeadEncoder {
-        HeadEncoder { transform, rows: RowEncoder::Codes(CodeRows { layout, rule, published }) }
+        let rows = RowEncoder::Codes(CodeRows { layout, rule, published });
+        HeadEncoder { transform, rows, page_means: None }
     }
 }
 
@@ -57,7 +62,7 @@ pub struct PageCodec {
 
 impl PageCodec {
     /// A codec whose encoders are indexed by `layer * kv_heads + head`. All heads of a layer, keys and values, have one
-    /// layout.
+    /// layout, and either all or none of its keys have page means.
     pub fn new(
         name: impl Into<String>,
         geometry: KvGeometry,
@@ -73,10 +78,16 @@ impl PageCodec {
         for encoder in keys.iter().chain(&values) {
             check_length("channels of a rotation", head_dim, encoder.transform.dim())?;
             check_length("channels of a page", head_dim, encoder.rows.layout().head_dim())?;
+            if let Some(means) = &encoder.page_means {
+                means.check_dim(head_dim)?;
+            }
         }
         for (layer, (keys, values)) in keys.chunks(kv_heads).zip(values.chunks(kv_heads)).enumerate() {
             let layout = keys[0].rows.layout();
-            if keys.iter().chain(values).any(|encoder| encoder.rows.layout() != layout) {
+            let has_means = keys[0].page_means.is_some();
+            if keys.iter().chain(values).any(|encoder| encoder.rows.layout() != layout)
+                || keys.iter().any(|encoder| encoder.page_means.is_some() != has_means)
+            {
                 return Err(CodecError::MixedLayouts { layer });
             }
         }
@@ -106,7 +117,7 @@ impl PageCodec {
     pub fn fp8(geometry: KvGeometry, key_means: Option<Vec<Vec<f32>>>) -> Result<PageCodec, CodecError> {
         let rows = RowEncoder::Fp8(Fp8Layout::new(geometry.head_dim)?);
         let transform = HeadTransform::identity(geometry.head_dim);
-        Self::uniform("fp8", geometry, HeadEncoder { transform, rows }, key_means)
+        Self::uniform("fp8", geometry, HeadEncoder { transform, rows, page_means: None }, key_means)
     }
 
     /// One encoder for all heads but for the means of their keys.
@@ -124,7 +135,7 @@ impl PageCodec {
                 let centred = |(row, mean): (usize, Vec<f32>)| {
                     let transform =
                         encoder.transform.with_mean(Some(mean)).map_err(|error| error.in_row(row))?;
-                    Ok(HeadEncoder { transform, rows: encoder.rows })
+                    Ok(HeadEncoder { transform, ..encoder.clone() })
                 };
                 means.into_iter().enumerate().map(centred).collect::<Result<_, CodecError>>()?
             }
@@ -173,7 +184,7 @@ impl PageCodec {
     /// in some layers at least; layers in bf16 stay so.
     pub fn high(&self) -> Option<PageCodec> {
         let rows = |encoder: &HeadEncoder| -> Option<HeadEncoder> {
-            Some(HeadEncoder { transform: encoder.transform.clone(), rows: encoder.rows.high()? })
+            Some(HeadEncoder { rows: encoder.rows.high()?, ..encoder.clone() })
         };
         let encoders = |encoders: &[HeadEncoder]| encoders.iter().map(rows).collect::<Option<Vec<_>>>();
         let codec = PageCodec {
@@ -229,6 +240,37 @@ impl PageCodec {
         Ok(&self.encoder(head, side)?.transform)
     }
 
+    /// What the stored rows of one head and side are less of in a sealed page, by the number of the page in its sequence: the
+    /// mean key of the page, transformed as a key is. `None` where pages are not centred.
+    pub fn stored_page_mean(
+        &self,
+        head: HeadIndex,
+        side: Side,
+        page: usize,
+    ) -> Result<Option<Vec<f32>>, CodecError> {
+        let encoder = self.encoder(head, side)?;
+        let stored = |means: &PageMeans| {
+            let mut stored = vec![0.0; self.geometry.head_dim];
+            encoder.transform.apply(&means.of_page(page), &mut stored);
+            stored
+        };
+        Ok(encoder.page_means.as_ref().map(stored))
+    }
+
+    /// Whether the keys of sealed pages of a layer are centred page by page.
+    ///
+    /// # Panics
+    /// When there is no such layer.
+    pub fn has_page_means(&self, layer: usize) -> bool {
+        self.keys[layer * self.geometry.kv_heads].page_means.is_some()
+    }
+
+    /// Bytes of the means in bf16 that a cache keeps for every page that its longest sequence has, over all layers and heads.
+    pub fn page_mean_bytes(&self) -> usize {
+        let centred = (0..self.geometry.layers).filter(|&layer| self.has_page_means(layer)).count();
+        centred * self.geometry.kv_heads * self.geometry.head_dim * 2
+    }
+
     /// Bytes of one sealed page over all layers and heads.
     pub fn page_bytes(&self) -> usize {
         self.offsets[self.geometry.layers]
@@ -259,8 +301,8 @@ impl PageCodec {
         Ok(start..start + bytes)
     }
 
-    /// Seals 64 keys and 64 values of one head, all transformed already: the definition of every byte. On an error
-    /// `out` is as it was.
+    /// Seals 64 keys and 64 values of one head, all transformed already, keys also less [`Self::stored_page_mean`]: the
+    /// definition of every byte. On an error `out` is as it was.
     pub fn seal_page(
         &self,
         head: HeadIndex,
@@ -283,7 +325,8 @@ impl PageCodec {
         Ok(())
     }
 
-    /// The rows a reader gets from a sealed page of one head, still transformed: an aid for references and tests.
+    /// The rows a reader gets from a sealed page of one head, still transformed, keys less [`Self::stored_page_mean`]: an aid
+    /// for references and tests.
     pub fn decode_page(
         &self,
         head: HeadIndex,
@@ -301,49 +344,56 @@ impl PageCodec {
         Ok(())
     }
 
-    /// Transforms up to 64 rows of one side and writes them to a page of one head, from its first token on. On an error
-    /// the page is as it was.
+    /// Transforms up to 64 rows of one side and writes them to a page of one head, from its first token on. `page` is the number
+    /// of the page in its sequence. On an error the page is as it was.
     pub fn encode_rows(
         &self,
         head: HeadIndex,
         side: Side,
+        page: usize,
         rows: &[f32],
-        page: &mut [u8],
+        bytes: &mut [u8],
     ) -> Result<(), CodecError> {
         let encoder = self.encoder(head, side)?;
         let dim = self.geometry.head_dim;
         let tokens = rows.len() / dim;
         check_length("values of whole rows", tokens * dim, rows.len())?;
-        check_length("bytes of a sealed page", self.head_bytes(head.layer), page.len())?;
+        check_length("bytes of a sealed page", self.head_bytes(head.layer), bytes.len())?;
         if tokens > PAGE_TOKENS {
             return Err(CodecError::Shape { what: "tokens of a page", expected: PAGE_TOKENS, got: tokens });
         }
+        let mean = self.stored_page_mean(head, side, page)?;
         let mut transformed = vec![0.0; rows.len()];
         for (token, (row, out)) in rows.chunks_exact(dim).zip(transformed.chunks_exact_mut(dim)).enumerate() {
             check_finite(row, token)?;
             encoder.transform.apply(row, out);
             check_finite(out, token)?;
+            mean.iter().for_each(|mean| subtract(out, mean));
         }
         for (token, row) in transformed.chunks_exact(dim).enumerate() {
-            encoder.rows.write_token(page, side, token, row)?;
+            encoder.rows.write_token(bytes, side, token, row)?;
         }
         Ok(())
     }
 
-    /// The first rows of one side of a page as a reader sees them, with the transform undone.
+    /// The first rows of one side of a page as a reader sees them, with the transform undone. `page` is the number of the page
+    /// in its sequence.
     pub fn decode_rows(
         &self,
         head: HeadIndex,
         side: Side,
-        page: &[u8],
+        page: usize,
+        bytes: &[u8],
         rows: &mut [f32],
     ) -> Result<(), CodecError> {
         let dim = self.geometry.head_dim;
         check_length("values of whole rows", rows.len() / dim * dim, rows.len())?;
         let (transform, layout) = (self.transform(head, side)?, self.layout(head.layer));
+        let mean = self.stored_page_mean(head, side, page)?;
         let mut stored = vec![0.0; dim];
         for (token, row) in rows.chunks_exact_mut(dim).enumerate() {
-            layout.decode_token(page, side, token, &mut stored)?;
+            layout.decode_token(bytes, side, token, &mut stored)?;
+            mean.iter().for_each(|mean| add(&mut stored, mean));
             transform.undo(&stored, row);
         }
         Ok(())
@@ -378,20 +428,26 @@ impl CacheCodec for PageCodec {
         &self.name
     }
 
-    fn round_trip(&self, head: HeadIndex, side: Side, rows: &mut [f32]) -> Result<(), CodecError> {
+    fn round_trip(
+        &self,
+        head: HeadIndex,
+        side: Side,
+        first: usize,
+        rows: &mut [f32],
+    ) -> Result<(), CodecError> {
         self.check_head(head)?;
         if !self.has_history(head.layer) {
             return Ok(());
         }
-        let page_values = PAGE_TOKENS * self.geometry.head_dim;
+        let dim = self.geometry.head_dim;
+        check_length("values of whole rows", rows.len() / dim * dim, rows.len())?;
         let mut decoded = vec![0.0; rows.len()];
-        let mut page = vec![0; self.head_bytes(head.layer)];
-        for (index, (rows, decoded)) in
-            rows.chunks(page_values).zip(decoded.chunks_mut(page_values)).enumerate()
-        {
-            self.encode_rows(head, side, rows, &mut page)
-                .map_err(|error| error.after_rows(index * PAGE_TOKENS))?;
-            self.decode_rows(head, side, &page, decoded)?;
+        let mut bytes = vec![0; self.head_bytes(head.layer)];
+        for (page, tokens) in page_parts(first, rows.len() / dim) {
+            let values = tokens.start * dim..tokens.end * dim;
+            self.encode_rows(head, side, page, &rows[values.clone()], &mut bytes)
+                .map_err(|error| error.after_rows(tokens.start))?;
+            self.decode_rows(head, side, page, &bytes, &mut decoded[values])?;
         }
         rows.copy_from_slice(&decoded);
         Ok(())
@@ -402,4 +458,20 @@ impl CacheCodec for PageCodec {
         let heads = layers.max(1) * self.geometry.kv_heads;
         self.page_bytes() as f64 / (heads * PAGE_TOKENS) as f64
     }
+}
+
+/// Consecutive tokens from position `first` on, cut where pages end: the number of each page, and the tokens in it.
+pub fn page_parts(first: usize, tokens: usize) -> impl Iterator<Item = (usize, Range<usize>)> {
+    (first / PAGE_TOKENS..(first + tokens).div_ceil(PAGE_TOKENS)).map(move |page| {
+        let start = (page * PAGE_TOKENS).max(first) - first;
+        (page, start..((page + 1) * PAGE_TOKENS - first).min(tokens))
+    })
+}
+
+fn subtract(row: &mut [f32], mean: &[f32]) {
+    row.iter_mut().zip(mean).for_each(|(x, mean)| *x -= mean);
+}
+
+fn add(row: &mut [f32], mean: &[f32]) {
+    row.iter_mut().zip(mean).for_each(|(x, mean)| *x += mean);
 }

@@ -47,6 +47,8 @@ pub struct Budget {
     pub scratch: PoolBudget,
     /// Bytes of the hidden states and tables of the longest prompt.
     pub hidden_bytes: usize,
+    /// Bytes of the mean keys of pages, which all sequences share.
+    pub mean_bytes: usize,
     /// bf16 pages in the host's memory, and sealed ones: those that the device had no room for.
     pub host: [PoolBudget; 2],
     /// Tokens that a sequence with its history in bf16 may have, if requests may choose that tier. Its pages are in the pool of
@@ -161,6 +163,7 @@ impl Budget {
             high: PoolBudget { pages: usize::from(high_page_bytes > 0), page_bytes: high_page_bytes },
             scratch: PoolBudget::default(),
             hidden_bytes: 0,
+            mean_bytes: 0,
             host: [PoolBudget::default(); 2],
             bf16_context: None,
             high_context: None,
@@ -172,6 +175,7 @@ impl Budget {
         if let Some(codec) = &kv.codec {
             // Where no layer keeps a history there is still a pool, of pages without bytes.
             budget.sealed.page_bytes = codec.page_bytes().max(1);
+            budget.mean_bytes = codec.page_mean_bytes().saturating_mul(context.div_ceil(PAGE_TOKENS));
             let with_history = (0..layers).filter(|&layer| codec.has_history(layer)).count();
             budget.history_elements = 2 * with_history * kv_heads * head_dim;
             budget.scratch = PoolBudget { pages: least.scratch, page_bytes: exact_bytes / layers.max(1) };
@@ -257,7 +261,7 @@ impl Budget {
             false => options.max_running.saturating_mul(sink + 2 * (recent + 1)),
         };
         let part = if options.kv.bf16_tier { EXACT_SHARE_WITH_TIER } else { EXACT_SHARE };
-        let share = (memory - self.hidden_bytes) / part / self.exact.page_bytes;
+        let share = (memory - self.hidden_bytes - self.mean_bytes) / part / self.exact.page_bytes;
         let more = share.min(useful).saturating_sub(self.exact.pages).min(rest / self.exact.page_bytes);
         self.exact.pages += more;
         let mut rest = rest - more * self.exact.page_bytes;
@@ -276,10 +280,10 @@ impl Budget {
         })
     }
 
-    /// Bytes of all pools on the device and of the hidden states of a prompt.
+    /// Bytes of all pools on the device, of the hidden states of a prompt and of the mean keys of pages.
     pub fn total_bytes(&self) -> usize {
-        let Budget { exact, sealed, high, scratch, hidden_bytes, .. } = self;
-        [exact.bytes(), sealed.bytes(), high.bytes(), scratch.bytes(), *hidden_bytes]
+        let Budget { exact, sealed, high, scratch, hidden_bytes, mean_bytes, .. } = self;
+        [exact.bytes(), sealed.bytes(), high.bytes(), scratch.bytes(), *hidden_bytes, *mean_bytes]
             .into_iter()
             .fold(0, usize::saturating_add)
     }
@@ -355,6 +359,9 @@ impl Budget {
         if self.hidden_bytes > 0 {
             parts.push(format!("{} of hidden states", bytes(self.hidden_bytes)));
         }
+        if self.mean_bytes > 0 {
+            parts.push(format!("{} of mean keys", bytes(self.mean_bytes)));
+        }
         parts.join(", ")
     }
 }
@@ -379,6 +386,9 @@ impl fmt::Display for Budget {
         }
         if self.hidden_bytes > 0 {
             line("prefill states", String::new(), String::new(), self.hidden_bytes)?;
+        }
+        if self.mean_bytes > 0 {
+            line("mean keys", String::new(), String::new(), self.mean_bytes)?;
         }
         for (name, pool) in ["host, bf16", "host, sealed"].into_iter().zip(&self.host) {
             if pool.pages > 0 {

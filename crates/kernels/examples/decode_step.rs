@@ -229,7 +229,7 @@ fn fill(backend: &CpuBackend, rope: &Rope, shape: Shape, context: usize, seal: b
         } else {
             let to = SealedSlot::new((page - history.start) as u32 + 1).unwrap();
             sealed[page] = Some(to);
-            let entry = SealPage { exact: workbench, sealed: to };
+            let entry = SealPage { page, exact: workbench, sealed: to };
             backend.seal(0..shape.layers, &[entry], &mut cache).unwrap();
         }
     }

@@ -12,12 +12,12 @@ mod sampling;
 use std::ops::Range;
 use std::sync::Arc;
 
+pub use oscar_codec::RopeLayout;
 use oscar_codec::{ExactSlot, HostCopy};
 
 pub use cache::{Batch, CacheSpec, HighSpec, HostSlots, SealPage, SealedRows, SealedSpec, SequenceRows};
 pub use layers::{
-    Activation, AttentionSpec, ExpertBiases, GatedMlp, Linear, RmsNorm, Rope, RopeLayout, RoutedMlp,
-    SharedExpert,
+    Activation, AttentionSpec, ExpertBiases, GatedMlp, Linear, RmsNorm, Rope, RoutedMlp, SharedExpert,
 };
 pub use sampling::{Draw, LogitChange, Sampled, Sampling};
 

@@ -102,7 +102,7 @@ fn logits<B: Backend>(
         // The page that leaves the window when this page begins.
         if let Some(last) = begun.and_then(|history| history.last()).filter(|_| sealed) {
             let slot = SealedSlot::new(last as u32 + 1).ok_or("a slot")?;
-            let page = SealPage { exact: exact[last].ok_or("a page")?, sealed: slot };
+            let page = SealPage { page: last, exact: exact[last].ok_or("a page")?, sealed: slot };
             backend.seal(0..config.layers, &[page], &mut cache)?;
             sealed_pages[last] = Some(slot);
         }

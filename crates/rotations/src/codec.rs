@@ -1,13 +1,18 @@
 //! Makes the codec of a cache from a rotation file.
 
+use std::sync::Arc;
+
 use oscar_codec::{
-    BandLayout, BandRows, CodeLayout, CodecError, HeadEncoder, HeadTransform, KeyWidths, KvGeometry,
-    PageCodec, RowEncoder, Rule, ScaleType, SquareMatrix, hadamard,
+    BandLayout, BandRows, CodeLayout, CodecError, HeadEncoder, HeadTransform, KeyTurning, KeyWidths,
+    KvGeometry, PageCodec, PageMeans, RowEncoder, Rule, ScaleType, SquareMatrix, hadamard,
 };
+use oscar_kernels::Backend;
+use oscar_kernels::backend::Feature;
+use oscar_model::LoadedModel;
 use rayon::prelude::*;
 
 use crate::error::RotationError;
-use crate::rotation::{RotationFile, RotationSet, Scope, SideRotations};
+use crate::rotation::{PageCentred, RotationFile, RotationSet, Scope, SideRotations};
 
 /// The published clip ratios for keys and values.
 pub const PAPER_RULES: (Rule, Rule) = (Rule::Clip(0.96), Rule::Clip(0.92));
@@ -55,9 +60,19 @@ pub struct Int2Options {
     pub scales: ScaleType,
     /// Bits of the bands of keys in every layer instead of those in the file.
     pub widths: Option<KeyWidths>,
+    /// How the keys of each layer turn with their position. With it keys in bands are centred page by page if the file has what
+    /// that needs; without it all pages have one mean.
+    pub turnings: Option<Vec<Arc<KeyTurning>>>,
 }
 
 impl Int2Options {
+    /// The default for a model on the device that it is on.
+    pub fn of<B: Backend>(model: &LoadedModel<B>) -> Int2Options {
+        let centres_pages = model.model().backend().supports(Feature::PageMeans);
+        let turnings = centres_pages.then(|| model.config().key_turnings());
+        Int2Options { turnings, ..Int2Options::default() }
+    }
+
     /// The encoder that is used for a file: never [`Int2Encoder::Auto`].
     pub fn encoder_for(&self, file: &RotationFile) -> Int2Encoder {
         let has_bands = |set: &RotationSet| set.values().all(|layer| layer.keys.bands.is_some());
@@ -93,53 +108,92 @@ pub fn int2_codec(
             let layouts = (0..geometry.layers).map(layout).collect::<Result<Vec<_>, _>>()?;
             // Widths are of bands that all layers have.
             let mixing = band_mixing(&BandLayout::int2(geometry.head_dim)?);
-            band_codec(name, file, geometry, &mixing, &layouts, options.rules.map(|rules| rules.1))
+            let value_rule = options.rules.map(|rules| rules.1);
+            BandCodec { name, file, geometry, turnings: options.turnings.as_deref() }
+                .build(&mixing, &layouts, value_rule)
         }
         encoder => scalar_codec(name, file, geometry, encoder == Int2Encoder::Paper, options),
     }
 }
 
 /// The `int1.5` codec of a rotation file whose key channels are in the model's own order: the stronger half of the directions
-/// of keys in bands. Directions are those of `int2`, so a file that has bands serves both.
+/// of keys in bands. Directions are those of `int2`, so a file that has bands serves both. `turnings` as in [`Int2Options`].
 pub fn int15_codec(
     name: &str,
     file: &RotationFile,
     geometry: KvGeometry,
+    turnings: Option<&[Arc<KeyTurning>]>,
 ) -> Result<PageCodec, RotationError> {
     let layout = BandLayout::int15(geometry.head_dim)?;
-    band_codec(name, file, geometry, &band_mixing(&layout), &vec![layout; geometry.layers], None)
+    BandCodec { name, file, geometry, turnings }.build(
+        &band_mixing(&layout),
+        &vec![layout; geometry.layers],
+        None,
+    )
 }
 
-/// Keys in bands that `mixing` mixes, with a layout for each layer; values as centred 2-bit codes.
-fn band_codec(
-    name: &str,
-    file: &RotationFile,
+/// What codecs with keys in bands are made from.
+struct BandCodec<'a> {
+    name: &'a str,
+    file: &'a RotationFile,
     geometry: KvGeometry,
-    mixing: &SquareMatrix,
-    layouts: &[BandLayout],
-    value_rule: Option<Rule>,
-) -> Result<PageCodec, RotationError> {
-    let unfit = |problem: String| RotationError::Unfit { codec: name.to_owned(), problem };
-    let no_bands =
-        || unfit("the rotation file has no bands; `oscar calibrate` makes a file that has them".to_owned());
-    let set = file.heads.as_ref().ok_or_else(no_bands)?;
-    let encoders = |index: usize| -> Result<(HeadEncoder, HeadEncoder), RotationError> {
-        let (layer, head) = (index / geometry.kv_heads, index % geometry.kv_heads);
-        let rotations =
-            set.get(&layer).ok_or_else(|| unfit(format!("the rotation file has no layer {layer}")))?;
-        let bands = rotations.keys.bands.as_ref().ok_or_else(no_bands)?;
-        let mean = |side: &SideRotations| side.means.as_ref().map(|means| means[head].clone());
-        let key_transform = HeadTransform::general(mean(&rotations.keys), &bands[head].multiply(mixing))?;
-        let value_transform = HeadTransform::new(mean(&rotations.values), &rotations.values.rotations[head])?;
-        let rule = value_rule.unwrap_or(rotations.values.rules[head]);
-        let rows = RowEncoder::Banded(BandRows { layout: layouts[layer], value_rule: rule });
-        Ok((HeadEncoder { transform: key_transform, rows }, HeadEncoder { transform: value_transform, rows }))
-    };
-    // Every head has a matrix to invert.
-    let heads: Vec<usize> = (0..geometry.layers * geometry.kv_heads).collect();
-    let encoders: Vec<_> = heads.into_par_iter().map(encoders).collect::<Result<_, _>>()?;
-    let (keys, values) = encoders.into_iter().unzip();
-    Ok(PageCodec::new(name, geometry, keys, values)?)
+    turnings: Option<&'a [Arc<KeyTurning>]>,
+}
+
+impl BandCodec<'_> {
+    /// Keys in bands that `mixing` mixes, with a layout for each layer; values as centred 2-bit codes.
+    fn build(
+        &self,
+        mixing: &SquareMatrix,
+        layouts: &[BandLayout],
+        value_rule: Option<Rule>,
+    ) -> Result<PageCodec, RotationError> {
+        let geometry = self.geometry;
+        let no_bands = || {
+            let problem = "the rotation file has no bands; `oscar calibrate` makes a file that has them";
+            self.unfit(problem.to_owned())
+        };
+        let set = self.file.heads.as_ref().ok_or_else(no_bands)?;
+        let encoders = |index: usize| -> Result<(HeadEncoder, HeadEncoder), RotationError> {
+            let (layer, head) = (index / geometry.kv_heads, index % geometry.kv_heads);
+            let rotations = set
+                .get(&layer)
+                .ok_or_else(|| self.unfit(format!("the rotation file has no layer {layer}")))?;
+            let mean = |side: &SideRotations| side.means.as_ref().map(|means| means[head].clone());
+            let (bands, page_means) = match self.page_centred(layer, &rotations.keys) {
+                Some((centred, turning)) => {
+                    (&centred.bands, Some(PageMeans::new(&centred.unturned_means[head], turning)?))
+                }
+                None => (rotations.keys.bands.as_ref().ok_or_else(no_bands)?, None),
+            };
+            let keys = HeadTransform::general(mean(&rotations.keys), &bands[head].multiply(mixing))?;
+            let values = HeadTransform::new(mean(&rotations.values), &rotations.values.rotations[head])?;
+            let rule = value_rule.unwrap_or(rotations.values.rules[head]);
+            let rows = RowEncoder::Banded(BandRows { layout: layouts[layer], value_rule: rule });
+            Ok((
+                HeadEncoder { transform: keys, rows, page_means },
+                HeadEncoder { transform: values, rows, page_means: None },
+            ))
+        };
+        // Every head has a matrix to invert.
+        let heads: Vec<usize> = (0..geometry.layers * geometry.kv_heads).collect();
+        let encoders: Vec<_> = heads.into_par_iter().map(encoders).collect::<Result<_, _>>()?;
+        let (keys, values) = encoders.into_iter().unzip();
+        Ok(PageCodec::new(self.name, geometry, keys, values)?)
+    }
+
+    /// What centring the keys of a layer page by page needs, if there is all of it.
+    fn page_centred<'a>(
+        &self,
+        layer: usize,
+        keys: &'a SideRotations,
+    ) -> Option<(&'a PageCentred, Arc<KeyTurning>)> {
+        Some((keys.page_centred.as_ref()?, self.turnings?.get(layer)?.clone()))
+    }
+
+    fn unfit(&self, problem: String) -> RotationError {
+        RotationError::Unfit { codec: self.name.to_owned(), problem }
+    }
 }
 
 /// The Hadamard matrices of all bands. Channels without a band stay as they are, because windows hold them too.

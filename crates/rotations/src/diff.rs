@@ -30,7 +30,7 @@ pub struct RotationDifference {
     pub eigenvalues: Option<f64>,
     /// Distance of the means relative to the longer one. 1 if only one file has a mean.
     pub mean: Option<f64>,
-    /// Distance of the matrices of bands relative to the larger one. 1 if only one file has bands.
+    /// The largest distance of what makes bands of keys, relative to the larger one. 1 if only one file has it.
     pub bands: Option<f64>,
     /// The rules, if they differ.
     pub rules: Option<(Rule, Rule)>,
@@ -133,16 +133,8 @@ fn compare(
             .get(head)
             .zip(b.eigenvalues.get(head))
             .map(|(a, b)| spectrum_distance(a, b)),
-        mean: match (mean(a), mean(b)) {
-            (None, None) => None,
-            (Some(a), Some(b)) if a.len() == b.len() => Some(relative_distance(&a, &b)),
-            _ => Some(1.0),
-        },
-        bands: match (band_values(a, head), band_values(b, head)) {
-            (None, None) => None,
-            (Some(a), Some(b)) if a.len() == b.len() => Some(relative_distance(&a, &b)),
-            _ => Some(1.0),
-        },
+        mean: optional_distance(mean(a), mean(b)),
+        bands: band_distance(a, b, head),
         rules: match rules {
             (Some(a), Some(b)) if a != b => Some((a, b)),
             _ => None,
@@ -178,8 +170,26 @@ fn relative_distance(a: &[f32], b: &[f32]) -> f64 {
     if distance == 0.0 { 0.0 } else { distance / length(a).max(length(b)) }
 }
 
-fn band_values(side: &SideRotations, head: usize) -> Option<Vec<f32>> {
-    Some(side.bands.as_ref()?.get(head)?.to_f32())
+/// The distance of two lists of numbers that files may have; 1 if only one of them has it.
+fn optional_distance(a: Option<Vec<f32>>, b: Option<Vec<f32>>) -> Option<f64> {
+    match (a, b) {
+        (None, None) => None,
+        (Some(a), Some(b)) if a.len() == b.len() => Some(relative_distance(&a, &b)),
+        _ => Some(1.0),
+    }
+}
+
+/// The largest distance of what makes bands of the keys of a head.
+fn band_distance(a: &SideRotations, b: &SideRotations, head: usize) -> Option<f64> {
+    let one_mean = |side: &SideRotations| Some(side.bands.as_ref()?.get(head)?.to_f32());
+    let by_page = |side: &SideRotations| Some(side.page_centred.as_ref()?.bands.get(head)?.to_f32());
+    let unturned = |side: &SideRotations| side.page_centred.as_ref()?.unturned_means.get(head).cloned();
+    let distances = [
+        optional_distance(one_mean(a), one_mean(b)),
+        optional_distance(by_page(a), by_page(b)),
+        optional_distance(unturned(a), unturned(b)),
+    ];
+    distances.into_iter().flatten().reduce(f64::max)
 }
 
 /// A layer that a file says nothing about has the default.

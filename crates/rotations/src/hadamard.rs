@@ -16,6 +16,7 @@ pub(crate) fn hadamard_rotations(model: &str, geometry: KvGeometry) -> RotationF
         means: Some(vec![vec![0.0; head_dim]; kv_heads]),
         metrics: None,
         bands: bands.then(|| vec![matrix.clone(); kv_heads]),
+        page_centred: None,
         rules: vec![Rule::Search; kv_heads],
     };
     let layer = LayerRotations { keys: side(true), values: side(false) };

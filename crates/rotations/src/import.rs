@@ -116,6 +116,7 @@ pub(crate) fn side(layer: &PtLayer, rule: Rule) -> SideRotations {
         means: None,
         metrics: None,
         bands: None,
+        page_centred: None,
         rules: vec![rule; layer.rotations.len()],
     }
 }

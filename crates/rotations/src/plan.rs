@@ -86,15 +86,19 @@ impl CachePlan {
         };
         notices.retain(|notice| bands_wanted || !matches!(notice, Notice::OldRotations { .. }));
         let geometry = model.config().kv_geometry();
+        let turnings = Int2Options::of(model).turnings;
         let codec = match (kind, found) {
             (CacheType::Bf16 | CacheType::Auto, _) => None,
             (CacheType::Int2 | CacheType::Int15, None) => {
                 return Err(RotationError::NoRotations { model: identity.name.clone() });
             }
             (CacheType::Int2, Some(found)) => {
-                Some(int2_codec("int2", &found.file, geometry, &int2_options(&options.encoder))?)
+                let options = Int2Options { turnings, ..int2_options(&options.encoder) };
+                Some(int2_codec("int2", &found.file, geometry, &options)?)
             }
-            (CacheType::Int15, Some(found)) => Some(int15_codec("int1.5", &found.file, geometry)?),
+            (CacheType::Int15, Some(found)) => {
+                Some(int15_codec("int1.5", &found.file, geometry, turnings.as_deref())?)
+            }
             (CacheType::Int4 | CacheType::Fp8, _) => {
                 let means = match found.and_then(|found| mean_keys(&found.file, geometry)) {
                     Some(means) => means,

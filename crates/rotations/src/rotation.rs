@@ -11,9 +11,9 @@ use super::error::RotationError;
 use super::limits::{HEAD_DIM_LIMIT, HEAD_LIMIT, LAYER_ID_LIMIT, LAYER_LIMIT, ORTHOGONALITY_LIMIT};
 
 /// The version of our own format that is written. Earlier ones are read.
-pub const FORMAT_VERSION: u32 = 3;
+pub const FORMAT_VERSION: u32 = 4;
 
-/// The first version whose files have bands.
+/// The first version whose files have bands. Those of keys that are centred page by page came with version 4.
 pub const BANDS_VERSION: u32 = 3;
 
 /// Rotations of each layer by layer id.
@@ -110,8 +110,19 @@ pub struct SideRotations {
     /// Keys only: matrices to bands of channels by falling strength, each of about unit strength; not rotations. One for
     /// each rotation.
     pub bands: Option<Vec<SquareMatrix>>,
+    /// Keys only: bands of keys that are centred page by page, if a device can do that.
+    pub page_centred: Option<PageCentred>,
     /// Rules by which rows are rounded; one for each rotation.
     pub rules: Vec<Rule>,
+}
+
+/// Bands of keys that are centred by the mean key of their page.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PageCentred {
+    /// The mean key of each KV head before rotary embedding, from which the mean of every page follows.
+    pub unturned_means: Vec<Vec<f32>>,
+    /// Matrices as in [`SideRotations::bands`], for what is left of the keys.
+    pub bands: Vec<SquareMatrix>,
 }
 
 /// Whether heads of a layer share a rotation.
@@ -280,6 +291,14 @@ impl SideRotations {
         }
         if let Some(bands) = &self.bands {
             matrices("bands", bands)?;
+        }
+        if let Some(PageCentred { unturned_means, bands }) = &self.page_centred {
+            matrices("page_bands", bands)?;
+            count("unturned_mean", unturned_means.len(), &[expected])?;
+            for mean in unturned_means {
+                length("unturned_mean", mean.len())?;
+                finite("unturned_mean", mean.iter().all(|value| value.is_finite()))?;
+            }
         }
         count("eigenvalues", self.eigenvalues.len(), &[expected, 0])?;
         for values in &self.eigenvalues {

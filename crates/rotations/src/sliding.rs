@@ -2,7 +2,7 @@
 
 use oscar_codec::SquareMatrix;
 
-use crate::rotation::{LayerRotations, RotationFile, RotationSet, SideRotations};
+use crate::rotation::{LayerRotations, PageCentred, RotationFile, RotationSet, SideRotations};
 
 impl RotationFile {
     /// Lets rows of `layers` stay as they are where the file has no rotations for them, so that whoever builds a codec finds
@@ -31,6 +31,10 @@ fn unchanged(like: &SideRotations) -> SideRotations {
         means: like.means.as_ref().map(|means| means.iter().map(|mean| vec![0.0; mean.len()]).collect()),
         metrics: None,
         bands: like.bands.as_ref().map(|bands| bands.iter().map(identity).collect()),
+        page_centred: like.page_centred.as_ref().map(|like| PageCentred {
+            unturned_means: like.unturned_means.iter().map(|mean| vec![0.0; mean.len()]).collect(),
+            bands: like.bands.iter().map(identity).collect(),
+        }),
         rules: like.rules.clone(),
     }
 }

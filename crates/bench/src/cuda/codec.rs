@@ -114,7 +114,7 @@ fn int2(geometry: KvGeometry, groups: usize, rule: Rule) -> Result<PageCodec, Co
 fn banded(geometry: KvGeometry, value_rule: Rule) -> Result<PageCodec, CodecError> {
     let KvGeometry { layers, kv_heads, head_dim } = geometry;
     let rows = RowEncoder::Banded(BandRows { layout: BandLayout::int2(head_dim)?, value_rule });
-    let encoder = HeadEncoder { transform: HeadTransform::identity(head_dim), rows };
+    let encoder = HeadEncoder { transform: HeadTransform::identity(head_dim), rows, page_means: None };
     let encoders = vec![encoder; layers * kv_heads];
     PageCodec::new("int2", geometry, encoders.clone(), encoders)
 }

@@ -49,7 +49,8 @@ pub fn measure_sealing(
         .iter()
         .zip(&to)
         .filter_map(|(from, to)| {
-            Some(SealPage { exact: ExactSlot::new(from + 1)?, sealed: SealedSlot::new(to + 1)? })
+            let (exact, sealed) = (ExactSlot::new(from + 1)?, SealedSlot::new(to + 1)?);
+            Some(SealPage { page: 0, exact, sealed })
         })
         .collect();
     let lists = due.chunks(pages.max(1)).map(|part| sealer.list(part)).collect::<Result<Vec<_>, _>>()?;

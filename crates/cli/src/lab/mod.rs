@@ -58,10 +58,7 @@ pub(crate) fn codecs<B: Inspect>(
     specs: &[String],
 ) -> Result<Vec<Box<dyn CacheCodec>>, Failure> {
     let found = rotations.find(named)?;
-    let source = CodecSource {
-        geometry: named.model.config().kv_geometry(),
-        rotations: found.as_ref().map(|found| &found.file),
-    };
+    let source = CodecSource::new(&named.model, found.as_ref().map(|found| &found.file));
     specs.iter().map(|spec| Ok(source.build(spec)?)).collect()
 }
 

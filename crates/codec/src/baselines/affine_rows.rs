@@ -74,7 +74,7 @@ impl CacheCodec for AffineRows {
         &self.name
     }
 
-    fn round_trip(&self, head: HeadIndex, side: Side, rows: &mut [f32]) -> Result<(), CodecError> {
+    fn round_trip(&self, head: HeadIndex, side: Side, _: usize, rows: &mut [f32]) -> Result<(), CodecError> {
         count_rows(rows, self.head_dim)?;
         let mean = match (side, &self.key_means) {
             (Side::Key, Some(means)) => Some(means.of(head)?),

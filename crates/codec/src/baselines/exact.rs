@@ -25,7 +25,7 @@ impl CacheCodec for Bf16Rows {
         "bf16"
     }
 
-    fn round_trip(&self, _: HeadIndex, _: Side, rows: &mut [f32]) -> Result<(), CodecError> {
+    fn round_trip(&self, _: HeadIndex, _: Side, _: usize, rows: &mut [f32]) -> Result<(), CodecError> {
         count_rows(rows, self.head_dim)?;
         for (index, row) in rows.chunks_exact(self.head_dim).enumerate() {
             check_finite(row, index)?;

@@ -29,7 +29,7 @@ impl CacheCodec for Fp8Rows {
         "fp8"
     }
 
-    fn round_trip(&self, _: HeadIndex, _: Side, rows: &mut [f32]) -> Result<(), CodecError> {
+    fn round_trip(&self, _: HeadIndex, _: Side, _: usize, rows: &mut [f32]) -> Result<(), CodecError> {
         count_rows(rows, self.head_dim)?;
         let mut bytes = Vec::with_capacity(rows.len() / self.head_dim * (self.head_dim + 2));
         for (index, row) in rows.chunks_exact(self.head_dim).enumerate() {

@@ -102,7 +102,7 @@ impl CacheCodec for Kitty {
         PAGE
     }
 
-    fn round_trip(&self, _: HeadIndex, side: Side, rows: &mut [f32]) -> Result<(), CodecError> {
+    fn round_trip(&self, _: HeadIndex, side: Side, _: usize, rows: &mut [f32]) -> Result<(), CodecError> {
         if side == Side::Value {
             return round_trip_rows(&self.value_line, self.head_dim, rows);
         }
@@ -140,7 +140,7 @@ mod tests {
         assert_eq!(bytes.len(), codec.key_page_bytes());
         assert_eq!(bytes.len(), 2 + 14 * (32 + 4) + 2 * (64 + 4));
         let mut back = page.clone();
-        codec.round_trip(HeadIndex { layer: 0, head: 0 }, Side::Key, &mut back).unwrap();
+        codec.round_trip(HeadIndex { layer: 0, head: 0 }, Side::Key, 0, &mut back).unwrap();
         for (i, (x, y)) in page.iter().zip(&back).enumerate() {
             let step = if matches!(i % 16, 3 | 10) { 100.0 / 15.0 } else { 2.0 / 3.0 };
             assert!((x - y).abs() <= 0.51 * step, "channel {}: {x} read as {y}", i % 16);

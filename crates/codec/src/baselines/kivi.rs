@@ -69,7 +69,7 @@ impl CacheCodec for Kivi {
         GROUP
     }
 
-    fn round_trip(&self, _: HeadIndex, side: Side, rows: &mut [f32]) -> Result<(), CodecError> {
+    fn round_trip(&self, _: HeadIndex, side: Side, _: usize, rows: &mut [f32]) -> Result<(), CodecError> {
         if side == Side::Value {
             return round_trip_rows(&self.value_line, self.head_dim, rows);
         }

@@ -123,7 +123,7 @@ impl CacheCodec for TurboQuant {
         "turboquant"
     }
 
-    fn round_trip(&self, _: HeadIndex, _: Side, rows: &mut [f32]) -> Result<(), CodecError> {
+    fn round_trip(&self, _: HeadIndex, _: Side, _: usize, rows: &mut [f32]) -> Result<(), CodecError> {
         count_rows(rows, self.head_dim)?;
         let mut bytes = Vec::new();
         for (index, row) in rows.chunks_exact(self.head_dim).enumerate() {

@@ -13,7 +13,7 @@ fn codec(name: &str, dim: usize) -> Box<dyn CacheCodec> {
 
 fn error_of(codec: &dyn CacheCodec, side: Side, rows: &[f32]) -> f64 {
     let mut back = rows.to_vec();
-    codec.round_trip(HEAD, side, &mut back).unwrap();
+    codec.round_trip(HEAD, side, 0, &mut back).unwrap();
     relative_error(rows, &back)
 }
 
@@ -112,7 +112,7 @@ fn each_idea_pays_on_its_own_kind_of_data() {
         (0..512 * 64).map(|i| random.normal() as f32 * if i % 64 < 4 { 30.0 } else { 1.0 }).collect();
     let quiet_error = |codec: &dyn CacheCodec| {
         let mut back = loud.clone();
-        codec.round_trip(HEAD, Side::Key, &mut back).unwrap();
+        codec.round_trip(HEAD, Side::Key, 0, &mut back).unwrap();
         let pairs = loud.iter().zip(&back).enumerate().filter(|(i, _)| i % 64 >= 4);
         pairs.map(|(_, (a, b))| f64::from(a - b).powi(2)).sum::<f64>() / (512.0 * 60.0)
     };
@@ -141,7 +141,7 @@ fn centred_keys_survive_a_huge_constant() {
     let head = HeadIndex { layer: 0, head: 1 };
     let error = |codec: &dyn CacheCodec, side| {
         let mut back = rows.clone();
-        codec.round_trip(head, side, &mut back).unwrap();
+        codec.round_trip(head, side, 0, &mut back).unwrap();
         rows.iter().zip(&back).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>() / rows.len() as f64
     };
     assert!(error(centred.as_ref(), Side::Key) < 0.02);
@@ -149,7 +149,7 @@ fn centred_keys_survive_a_huge_constant() {
     // Values are never centred by key means.
     assert!(error(centred.as_ref(), Side::Value) > 10.0);
     let mut one = vec![0.0; 64];
-    let outside = centred.round_trip(HeadIndex { layer: 1, head: 0 }, Side::Key, &mut one);
+    let outside = centred.round_trip(HeadIndex { layer: 1, head: 0 }, Side::Key, 0, &mut one);
     assert!(matches!(outside, Err(CodecError::UnknownHead { .. })));
 }
 
@@ -171,7 +171,7 @@ fn nasty_rows_are_safe_everywhere() {
             for (shape, value) in shapes {
                 for side in [Side::Key, Side::Value] {
                     let mut rows: Vec<f32> = (0..128 * dim).map(|i| value(i % dim)).collect();
-                    codec.round_trip(HEAD, side, &mut rows).unwrap();
+                    codec.round_trip(HEAD, side, 0, &mut rows).unwrap();
                     assert!(rows.iter().all(|x| x.is_finite()), "{name} d={dim} {shape} {side:?}");
                     if shape == "zeros" {
                         assert!(rows.iter().all(|x| x.abs() < 1e-5), "{name} {side:?}");
@@ -195,10 +195,10 @@ fn not_a_number_is_named_and_nothing_changes() {
             let mut rows = Random::new(4).normal_vec(256 * 64);
             rows[200 * 64 + 33] = f32::INFINITY;
             let before = rows.clone();
-            let error = codec.round_trip(HEAD, side, &mut rows).unwrap_err();
+            let error = codec.round_trip(HEAD, side, 0, &mut rows).unwrap_err();
             assert_eq!(error, CodecError::NotFinite { row: 200, channel: 33 }, "{name} {side:?}");
             assert_eq!(rows, before, "{name}");
-            assert!(codec.round_trip(HEAD, side, &mut rows[..63]).is_err(), "{name}");
+            assert!(codec.round_trip(HEAD, side, 0, &mut rows[..63]).is_err(), "{name}");
         }
     }
 }
@@ -211,13 +211,13 @@ fn keys_come_in_whole_token_groups() {
     ] {
         assert_eq!(codec.token_group(), group);
         let mut rows = Random::new(5).normal_vec((group + 1) * 64);
-        assert!(codec.round_trip(HEAD, Side::Key, &mut rows).is_err());
-        assert!(codec.round_trip(HEAD, Side::Value, &mut rows).is_ok());
+        assert!(codec.round_trip(HEAD, Side::Key, 0, &mut rows).is_err());
+        assert!(codec.round_trip(HEAD, Side::Value, 0, &mut rows).is_ok());
         // Groups are independent: the second half encodes the same with or without the first.
         let mut both = Random::new(6).normal_vec(2 * group * 64);
         let mut second = both[group * 64..].to_vec();
-        codec.round_trip(HEAD, Side::Key, &mut both).unwrap();
-        codec.round_trip(HEAD, Side::Key, &mut second).unwrap();
+        codec.round_trip(HEAD, Side::Key, 0, &mut both).unwrap();
+        codec.round_trip(HEAD, Side::Key, 0, &mut second).unwrap();
         assert_eq!(both[group * 64..], second);
     }
 }
@@ -227,7 +227,7 @@ fn turboquant_is_seeded_and_keeps_directions() {
     let rows = Random::new(7).normal_vec(64 * 64);
     let read = |seed| {
         let mut back = rows.clone();
-        TurboQuant::new(64, seed).unwrap().round_trip(HEAD, Side::Key, &mut back).unwrap();
+        TurboQuant::new(64, seed).unwrap().round_trip(HEAD, Side::Key, 0, &mut back).unwrap();
         back
     };
     assert_eq!(read(1), read(1));
@@ -236,6 +236,6 @@ fn turboquant_is_seeded_and_keeps_directions() {
     let mut spike = vec![0.0; 64];
     spike[7] = 100.0;
     let exact = spike.clone();
-    TurboQuant::new(64, 1).unwrap().round_trip(HEAD, Side::Key, &mut spike).unwrap();
+    TurboQuant::new(64, 1).unwrap().round_trip(HEAD, Side::Key, 0, &mut spike).unwrap();
     assert!(relative_error(&exact, &spike) < 0.08);
 }

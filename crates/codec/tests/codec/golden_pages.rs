@@ -69,7 +69,11 @@ impl Banded {
             let values: Vec<f32> = numbers(seed + 2, self.dim * self.dim).iter().map(|x| x / 64.0).collect();
             let matrix = SquareMatrix::from_f32(self.dim, &values).unwrap();
             let mean = Some(numbers(seed + 1, self.dim));
-            vec![HeadEncoder { transform: HeadTransform::general(mean, &matrix).unwrap(), rows }]
+            vec![HeadEncoder {
+                transform: HeadTransform::general(mean, &matrix).unwrap(),
+                rows,
+                page_means: None,
+            }]
         };
         encode(self.dim, self.seed, encoder(0), encoder(1))
     }
@@ -80,8 +84,8 @@ fn encode(dim: usize, seed: u64, keys: Vec<HeadEncoder>, values: Vec<HeadEncoder
     let codec = PageCodec::new("golden", geometry, keys, values).unwrap();
     let rows = |side: u64| numbers(seed + 10 * side, 64 * dim);
     let mut page = vec![0; codec.head_bytes(0)];
-    codec.encode_rows(HEAD, Side::Key, &rows(0), &mut page).unwrap();
-    codec.encode_rows(HEAD, Side::Value, &rows(1), &mut page).unwrap();
+    codec.encode_rows(HEAD, Side::Key, 0, &rows(0), &mut page).unwrap();
+    codec.encode_rows(HEAD, Side::Value, 0, &rows(1), &mut page).unwrap();
     page
 }
 

@@ -117,8 +117,8 @@ fn windows_seal_to_the_bytes_of_their_rows() {
             let mut random = Random::new(41);
             let (keys, values) = (random.normal_vec(64 * dim), random.normal_vec(64 * dim));
             let mut expected = vec![0; codec.head_bytes(head.layer)];
-            codec.encode_rows(head, Side::Key, &keys, &mut expected).unwrap();
-            codec.encode_rows(head, Side::Value, &values, &mut expected).unwrap();
+            codec.encode_rows(head, Side::Key, 0, &keys, &mut expected).unwrap();
+            codec.encode_rows(head, Side::Value, 0, &values, &mut expected).unwrap();
             let mut page = vec![0xa5; expected.len()];
             let keys = transformed(&codec, head, Side::Key, &keys);
             let values = transformed(&codec, head, Side::Value, &values);
@@ -144,8 +144,8 @@ fn the_safe_tiers_do_what_the_lab_measures() {
         let lab_means = KeyMeans::new(2, means.clone()).unwrap();
         let mut lab = [keys.clone(), values.clone()];
         let baseline = baselines::by_name("int4", dim, Some(lab_means)).unwrap();
-        baseline.round_trip(HEAD, Side::Key, &mut lab[0]).unwrap();
-        baseline.round_trip(HEAD, Side::Value, &mut lab[1]).unwrap();
+        baseline.round_trip(HEAD, Side::Key, 0, &mut lab[0]).unwrap();
+        baseline.round_trip(HEAD, Side::Value, 0, &mut lab[1]).unwrap();
         let codec = PageCodec::int4(geometry(dim), Some(means.clone())).unwrap();
         assert_eq!(codec.name(), "int4");
         let ours = read_back(&codec, HEAD, &keys, &values);
@@ -160,8 +160,8 @@ fn the_safe_tiers_do_what_the_lab_measures() {
         // E4M3 is centred here and not in the lab: compare on centred keys.
         let mut lab = [centre(&keys), values.clone()];
         let baseline = baselines::by_name("fp8", dim, None).unwrap();
-        baseline.round_trip(HEAD, Side::Key, &mut lab[0]).unwrap();
-        baseline.round_trip(HEAD, Side::Value, &mut lab[1]).unwrap();
+        baseline.round_trip(HEAD, Side::Key, 0, &mut lab[0]).unwrap();
+        baseline.round_trip(HEAD, Side::Value, 0, &mut lab[1]).unwrap();
         let codec = PageCodec::fp8(geometry(dim), Some(means)).unwrap();
         let ours = read_back(&codec, HEAD, &keys, &values);
         for (exact, ours, lab) in
@@ -216,7 +216,7 @@ fn layers_without_history_take_no_bytes() {
         assert_eq!(read_back(&mixed, HEAD, &rows, &rows), read_back(&codec, HEAD, &rows, &rows));
         for side in [Side::Key, Side::Value] {
             let mut same = rows.clone();
-            mixed.round_trip(HeadIndex { layer: 0, head: 1 }, side, &mut same).unwrap();
+            mixed.round_trip(HeadIndex { layer: 0, head: 1 }, side, 0, &mut same).unwrap();
             assert_eq!(same, rows);
             assert!(mixed.transform(HeadIndex { layer: 2, head: 0 }, side).unwrap().is_identity());
         }
@@ -335,7 +335,8 @@ fn two_bits_have_four_beside_them_for_the_same_rows() {
 fn bands_of_all_channels_have_four_bits_beside_them() {
     let codec = |layout: BandLayout| {
         let rows = RowEncoder::Banded(BandRows { layout, value_rule: Rule::Clip(0.92) });
-        let encoder = HeadEncoder { transform: HeadTransform::identity(layout.head_dim()), rows };
+        let encoder =
+            HeadEncoder { transform: HeadTransform::identity(layout.head_dim()), rows, page_means: None };
         PageCodec::new("bands", geometry(layout.head_dim()), vec![encoder.clone(); 6], vec![encoder; 6])
             .unwrap()
     };

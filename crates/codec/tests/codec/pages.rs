@@ -33,8 +33,8 @@ fn row_format(codec: &PageCodec, side: Side) -> RowFormat {
 /// A page of raw rows.
 fn encode_page(codec: &PageCodec, keys: &[f32], values: &[f32]) -> Vec<u8> {
     let mut page = vec![0; codec.head_bytes(0)];
-    codec.encode_rows(HEAD, Side::Key, keys, &mut page).unwrap();
-    codec.encode_rows(HEAD, Side::Value, values, &mut page).unwrap();
+    codec.encode_rows(HEAD, Side::Key, 0, keys, &mut page).unwrap();
+    codec.encode_rows(HEAD, Side::Value, 0, values, &mut page).unwrap();
     page
 }
 
@@ -287,7 +287,7 @@ fn rotated_rows_come_back() {
         let codec = codec(128, 8, Rule::Clip(0.99), published);
         let rows = Random::new(15).normal_vec(256 * 128);
         let mut back = rows.clone();
-        codec.round_trip(HEAD, Side::Key, &mut back).unwrap();
+        codec.round_trip(HEAD, Side::Key, 0, &mut back).unwrap();
         let cosines = rows.chunks(128).zip(back.chunks(128)).map(|(a, b)| {
             let dot = |x: &[f32], y: &[f32]| x.iter().zip(y).map(|(x, y)| f64::from(x * y)).sum::<f64>();
             dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
@@ -310,7 +310,7 @@ fn rotation_and_centring_pay_where_they_should() {
         let transform = HeadTransform::new(mean, rotation).unwrap();
         let codec = one_head(CodeLayout::new(2, dim, 1).unwrap(), transform, Rule::Search, false);
         let mut back = rows.clone();
-        codec.round_trip(HEAD, Side::Key, &mut back).unwrap();
+        codec.round_trip(HEAD, Side::Key, 0, &mut back).unwrap();
         rows.iter().zip(back).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>() / rows.len() as f64
     };
     let h = hadamard::matrix(dim);
@@ -328,17 +328,17 @@ fn bad_rows_are_named_and_nothing_changes() {
     rows[70 * 64 + 9] = f32::NAN;
     let before: Vec<u32> = rows.iter().map(|x| x.to_bits()).collect();
     for side in SIDES {
-        let error = codec.round_trip(HEAD, side, &mut rows).unwrap_err();
+        let error = codec.round_trip(HEAD, side, 0, &mut rows).unwrap_err();
         assert_eq!(error, CodecError::NotFinite { row: 70, channel: 9 });
         assert!(rows.iter().map(|x| x.to_bits()).eq(before.iter().copied()));
     }
     let mut page = vec![0x5a; codec.head_bytes(0)];
-    assert!(codec.encode_rows(HEAD, Side::Key, &rows[64 * 64..80 * 64], &mut page).is_err());
+    assert!(codec.encode_rows(HEAD, Side::Key, 0, &rows[64 * 64..80 * 64], &mut page).is_err());
     assert!(page.iter().all(|&byte| byte == 0x5a));
     // Finite input whose rotation overflows is refused too, not stored as infinity.
     let huge = vec![f32::MAX; 64];
     assert!(matches!(
-        codec.encode_rows(HEAD, Side::Key, &huge, &mut page),
+        codec.encode_rows(HEAD, Side::Key, 0, &huge, &mut page),
         Err(CodecError::NotFinite { row: 0, .. })
     ));
 }
@@ -348,12 +348,12 @@ fn wrong_heads_and_shapes_are_refused() {
     let codec = codec(64, 1, Rule::Search, false);
     let mut page = vec![0; codec.head_bytes(0)];
     for (layer, head) in [(0, 1), (1, 0)] {
-        let error = codec.encode_rows(HeadIndex { layer, head }, Side::Key, &[], &mut page).unwrap_err();
+        let error = codec.encode_rows(HeadIndex { layer, head }, Side::Key, 0, &[], &mut page).unwrap_err();
         assert!(matches!(error, CodecError::UnknownHead { .. }), "{error}");
     }
-    assert!(codec.encode_rows(HEAD, Side::Key, &[0.0; 63], &mut page).is_err());
-    assert!(codec.encode_rows(HEAD, Side::Key, &[0.0; 65 * 64], &mut page).is_err());
-    assert!(codec.encode_rows(HEAD, Side::Key, &[0.0; 64], &mut page[1..]).is_err());
+    assert!(codec.encode_rows(HEAD, Side::Key, 0, &[0.0; 63], &mut page).is_err());
+    assert!(codec.encode_rows(HEAD, Side::Key, 0, &[0.0; 65 * 64], &mut page).is_err());
+    assert!(codec.encode_rows(HEAD, Side::Key, 0, &[0.0; 64], &mut page[1..]).is_err());
     assert!(
         CodeLayout::new(2, 64, 3).is_err()
             && CodeLayout::new(2, 0, 1).is_err()
@@ -412,13 +412,13 @@ proptest! {
         let codec = codec(dim, groups, Rule::Clip(0.96), published);
         let mut rows = Random::new(seed).normal_vec(tokens * dim);
         let exact = rows.clone();
-        codec.round_trip(HEAD, Side::Value, &mut rows).unwrap();
+        codec.round_trip(HEAD, Side::Value, 0, &mut rows).unwrap();
         prop_assert!(rows.iter().all(|x| x.is_finite()));
         prop_assert!(relative_error(&exact, &rows) < 0.75);
         let mut page = vec![0; codec.head_bytes(0)];
-        codec.encode_rows(HEAD, Side::Value, &exact, &mut page).unwrap();
+        codec.encode_rows(HEAD, Side::Value, 0, &exact, &mut page).unwrap();
         let mut decoded = vec![0.0; tokens * dim];
-        codec.decode_rows(HEAD, Side::Value, &page, &mut decoded).unwrap();
+        codec.decode_rows(HEAD, Side::Value, 0, &page, &mut decoded).unwrap();
         prop_assert_eq!(decoded, rows);
     }
 }

@@ -108,6 +108,8 @@ impl<'a> SequenceRows<'a> {
 /// A full bf16 page and the sealed page it becomes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SealPage {
+    /// Number of the page in its sequence: it holds positions `[64 · page, 64 · page + 64)`.
+    pub page: usize,
     /// Slot of the bf16 page, scratch slots included.
     pub exact: ExactSlot,
     /// Slot of the sealed page.

@@ -1,5 +1,7 @@
 //! The blocks of a layer as a device gets them: norms, projections, attention, feed-forward blocks.
 
+use oscar_codec::RopeLayout;
+
 use super::Backend;
 use crate::routing::Routing;
 
@@ -127,15 +129,6 @@ impl<B: Backend + ?Sized> AttentionSpec<B> {
     pub fn qkv_cols(&self) -> usize {
         (self.q_heads + 2 * self.kv_heads) * self.head_dim
     }
-}
-
-/// Which channels of a head rotate together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RopeLayout {
-    /// Channel `i` with `i + rotary_dim/2` (Hugging Face checkpoints, Qwen GGUF files).
-    Halves,
-    /// Channel `2i` with `2i + 1` (Llama GGUF files).
-    Interleaved,
 }
 
 /// Rotary position embedding, scaling already folded into the frequencies.

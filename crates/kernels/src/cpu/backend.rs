@@ -366,12 +366,13 @@ impl Backend for CpuBackend {
                 }
             }
         }
-        let Some(sealing) = cache.sealing().filter(|_| !pages.is_empty()) else { return Ok(()) };
+        let Some(last) = pages.iter().map(|page| page.page).max() else { return Ok(()) };
+        let Some(sealing) = cache.sealing(last + 1) else { return Ok(()) };
         let failure = Mutex::new(None);
         self.pool.for_each_worker(pages.len() * layers.len() * kv_heads, |worker, task| {
-            let (page, rest) = (task / (layers.len() * kv_heads), task % (layers.len() * kv_heads));
+            let (index, rest) = (task / (layers.len() * kv_heads), task % (layers.len() * kv_heads));
             let head = HeadIndex { layer: layers.start + rest / kv_heads, head: rest % kv_heads };
-            let SealPage { exact, sealed } = pages[page];
+            let SealPage { page, exact, sealed } = pages[index];
             let pool = sealing.target(sealed);
             if !pool.sealer.codec().has_history(head.layer) {
                 return;
@@ -379,8 +380,10 @@ impl Backend for CpuBackend {
             // SAFETY: targets are distinct slots, and each task is one (slot, layer, head).
             let target = unsafe { pool.page(head, sealed) };
             let mut scratch = self.sealers.of(worker);
-            let sealed = pool.sealer.seal(head, sealing.exact_page(head, exact), target, &mut scratch);
+            let (mean, keys_and_values) = (sealing.page_mean(head, page), sealing.exact_page(head, exact));
+            let sealed = pool.sealer.seal(head, mean, keys_and_values, target, &mut scratch);
             if let Err(source) = sealed {
+                let page = index;
                 let HeadIndex { layer, head } = head;
                 // The first of the list is reported, whichever thread comes first.
                 let mut first = lock(&failure);

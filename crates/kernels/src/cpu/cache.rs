@@ -20,6 +20,7 @@ use super::attention;
 use super::encode::Sealer;
 use super::isa::Isa;
 use super::memory::{self, AlignedBuffer, DisjointSlice};
+use super::page_means::PageMeanTable;
 use crate::backend::{CacheSpec, KernelError};
 use crate::inspect::KvRows;
 
@@ -32,6 +33,8 @@ pub struct Cache {
     scratch: AlignedBuffer<u16>,
     sealed: Option<SealedPool>,
     high: Option<SealedPool>,
+    /// What the keys of sealed pages are centred by, in either pool.
+    means: PageMeanTable,
 }
 
 /// A pool of sealed pages.
@@ -123,6 +126,7 @@ impl Cache {
             )?,
             sealed: sealed.map(|sealed| pool(&sealed.codec, 0, sealed.slots)).transpose()?,
             high: high.map(|(first, high)| pool(&high.codec, first, high.slots)).transpose()?,
+            means: PageMeanTable::default(),
             spec: spec.clone(),
         })
     }
@@ -160,6 +164,15 @@ impl Cache {
     pub(super) fn sealed_with(&self, slot: Option<SealedSlot>) -> Option<&SealedPool> {
         let high = self.high.as_ref().filter(|high| slot.is_some_and(|slot| slot.index() >= high.first));
         high.or(self.sealed.as_ref())
+    }
+
+    /// What the stored keys of a layer's pages are less of, by the number of the page in its sequence and KV head; `None` in a
+    /// layer whose pages are not centred, and before any page was sealed.
+    pub(super) fn page_means<'a>(
+        &'a self,
+        layer: usize,
+    ) -> Option<impl Fn(usize, usize) -> &'a [u16] + use<'a>> {
+        self.means.of_layer(layer, self.spec.geometry)
     }
 
     /// Slot of the page that holds a position, or an error that names what is missing.
@@ -231,10 +244,13 @@ impl Cache {
     }
 
     /// Everything needed to seal: bf16 pages to read, sealed pages to write.
-    pub(super) fn sealing(&mut self) -> Option<Sealing<'_>> {
-        let Cache { spec, page_len, exact, scratch, sealed, high } = self;
-        let (sealed, high) = (SealTarget::of(sealed.as_mut()?), high.as_mut().map(SealTarget::of));
-        Some(Sealing { spec, page_len: *page_len, exact, scratch, sealed, high })
+    /// Pages have numbers below `pages` in their sequences.
+    pub(super) fn sealing(&mut self, pages: usize) -> Option<Sealing<'_>> {
+        let Cache { spec, page_len, exact, scratch, sealed, high, means } = self;
+        let sealed = sealed.as_mut()?;
+        means.extend(&sealed.sealer, pages);
+        let (sealed, high) = (SealTarget::of(sealed), high.as_mut().map(SealTarget::of));
+        Some(Sealing { spec, page_len: *page_len, exact, scratch, sealed, high, means })
     }
 
     /// Copies a bf16 page, all layers.
@@ -322,6 +338,7 @@ pub(super) struct Sealing<'a> {
     scratch: &'a [u16],
     sealed: SealTarget<'a>,
     high: Option<SealTarget<'a>>,
+    means: &'a PageMeanTable,
 }
 
 /// A pool of sealed pages that are being written.
@@ -353,6 +370,12 @@ impl<'a> Sealing<'a> {
     /// The pool of a sealed slot.
     pub(super) fn target(&self, slot: SealedSlot) -> &SealTarget<'a> {
         self.high.as_ref().filter(|high| slot.index() >= high.first).unwrap_or(&self.sealed)
+    }
+
+    /// What the keys of a page are centred by, if that is anything; `page` is its number in its sequence.
+    pub(super) fn page_mean(&self, head: HeadIndex, page: usize) -> Option<&[u16]> {
+        let of_layer = self.means.of_layer(head.layer, self.spec.geometry)?;
+        Some(of_layer(page, head.head))
     }
 
     /// The bf16 page to be sealed.

@@ -17,7 +17,7 @@
 //! | `gemm` | matrix products for many rows |
 //! | [`attention`] | attention over bf16 and sealed pages |
 //! | `tensors` | weights and activations |
-//! | `cache` | page pools |
+//! | `cache`, `page_means` | page pools, and what the keys of sealed pages are centred by |
 //! | `heads` | the shape of an attention layer |
 //! | `step` | tables of one step |
 //! | `experts` | mixtures of experts: rows sorted by the experts that they chose |
@@ -43,6 +43,7 @@ mod inspect;
 pub mod isa;
 pub mod memory;
 mod outputs;
+mod page_means;
 mod per_thread;
 pub mod pool;
 mod project;

@@ -23,7 +23,7 @@ use super::weights::{CudaExperts, CudaWeight, WeightLoader, bytes_of_numbers};
 use super::write::{HeadNorm, HeadNorms, StepRows, WritePools};
 use crate::backend::{
     Activation, AttentionSpec, Backend, Batch, CacheSpec, Draw, ExpertBiases, Feature, GatedMlp, KernelError,
-    Linear, RmsNorm, Rope, RoutedMlp, Sampling, SealPage, StoredMatrix, expect,
+    Linear, RmsNorm, Rope, RoutedMlp, Sampling, SealPage, SealedSpec, StoredMatrix, expect,
 };
 use crate::dtype::DType;
 use crate::error::CudaError;
@@ -257,6 +257,7 @@ impl Backend for CudaBackend {
             | Feature::ExpertBiases
             | Feature::LayersWithoutRope
             | Feature::HighTier => true,
+            Feature::PageMeans => false,
         }
     }
 
@@ -274,6 +275,11 @@ impl Backend for CudaBackend {
     }
 
     fn cache(&self, spec: &CacheSpec) -> Result<CudaCache, KernelError> {
+        let has_page_means =
+            |sealed: &SealedSpec| (0..spec.geometry.layers).any(|layer| sealed.codec.has_page_means(layer));
+        if spec.sealed.as_ref().is_some_and(has_page_means) {
+            return Err(KernelError::Unsupported(Feature::PageMeans));
+        }
         Ok(CudaCache::new(&self.device, spec)?)
     }
 

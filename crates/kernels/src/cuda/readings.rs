@@ -81,7 +81,8 @@ mod tests {
     fn bands() -> PageCodec {
         let layout = BandLayout::int2(64).unwrap();
         let rows = RowEncoder::Banded(BandRows { layout, value_rule: Rule::Search });
-        let encoders = vec![HeadEncoder { transform: HeadTransform::identity(64), rows }; 4];
+        let encoders =
+            vec![HeadEncoder { transform: HeadTransform::identity(64), rows, page_means: None }; 4];
         PageCodec::new("bands", GEOMETRY, encoders.clone(), encoders).unwrap()
     }
 

@@ -187,7 +187,7 @@ fn over_sealed_pages(
         attended.first_rows("rows", tokens.len()).unwrap().to_vec()
     };
     run(0, QUERIES.start, 0, &mut cache);
-    let page = |page: usize| SealPage { exact: slots[page].unwrap(), sealed: sealed[page].unwrap() };
+    let page = |page: usize| SealPage { page, exact: slots[page].unwrap(), sealed: sealed[page].unwrap() };
     backend.seal(0..1, &[page(1), page(2)], &mut cache).unwrap();
     run(QUERIES.start, LONG, usize::MAX, &mut cache)
 }

@@ -54,7 +54,8 @@ impl<B: Inspect> Attending<'_, B> {
             for page in due {
                 if sealed[page].is_none() {
                     sealed[page] = SealedSlot::new(page as u32 + 1);
-                    let pair = SealPage { exact: self.pages[page].unwrap(), sealed: sealed[page].unwrap() };
+                    let (exact, to) = (self.pages[page].unwrap(), sealed[page].unwrap());
+                    let pair = SealPage { page, exact, sealed: to };
                     self.backend.seal(0..2, &[pair], &mut self.cache).unwrap();
                     self.pages[page] = None;
                 }
@@ -175,7 +176,7 @@ pub(super) fn banded(layout: BandLayout) -> Arc<PageCodec> {
     let sizes = SquareMatrix::from_fn(d, |i, j| if i == j { 1.5 - i as f64 / d as f64 } else { 0.0 });
     let key = HeadTransform::general(Some(vec![0.25; d]), &hadamard::matrix(d).multiply(&sizes)).unwrap();
     let value = HeadTransform::new(None, &hadamard::matrix(d)).unwrap();
-    let encoders = |transform: HeadTransform| vec![HeadEncoder { transform, rows }; 4];
+    let encoders = |transform: HeadTransform| vec![HeadEncoder { transform, rows, page_means: None }; 4];
     Arc::new(PageCodec::new("bands", geometry, encoders(key), encoders(value)).unwrap())
 }
 

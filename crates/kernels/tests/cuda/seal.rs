@@ -190,7 +190,7 @@ fn banded_by_layer(
     let encoder = |head: usize| {
         let layout = layout(head / kv_heads);
         let rows = RowEncoder::Banded(BandRows { layout, value_rule: rule(head) });
-        HeadEncoder { transform: HeadTransform::identity(head_dim), rows }
+        HeadEncoder { transform: HeadTransform::identity(head_dim), rows, page_means: None }
     };
     let encoders = || (0..layers * kv_heads).map(encoder).collect::<Vec<_>>();
     PageCodec::new("banded", geometry, encoders(), encoders()).unwrap()
@@ -310,6 +310,7 @@ impl Pools {
                 let mut bytes = vec![0; codec.head_bytes(head.layer)];
                 let sealed = reference.seal(
                     head,
+                    None,
                     self.source(page.exact, head),
                     &mut bytes,
                     &mut SealScratch::default(),
@@ -436,7 +437,7 @@ impl Pools {
 }
 
 fn seal_page(exact: u32, sealed: u32) -> SealPage {
-    SealPage { exact: ExactSlot::new(exact).unwrap(), sealed: SealedSlot::new(sealed).unwrap() }
+    SealPage { page: 0, exact: ExactSlot::new(exact).unwrap(), sealed: SealedSlot::new(sealed).unwrap() }
 }
 
 /// Slots that do not exist, and a target twice, are refused before anything is launched.

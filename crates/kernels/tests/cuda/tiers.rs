@@ -195,7 +195,7 @@ impl<'a, B: Inspect> Tiers<'a, B> {
                 };
                 sequence.sealed[page] = Some(sealed);
                 sequence.exact[page] = None;
-                pages.push(SealPage { exact, sealed });
+                pages.push(SealPage { page, exact, sealed });
             }
         }
         self.backend.seal(0..LAYERS, &pages, &mut self.cache).unwrap();
@@ -315,6 +315,7 @@ fn seals_both(cpu: &CpuBackend, cuda: &CudaBackend) -> bool {
         rows[(64 + 7 + 1) * shape.columns() - 1] = f32::NAN;
         tiers.step(&lens, &rows);
         let page = |sequence: &Sequence| SealPage {
+            page: 0,
             exact: sequence.exact[0].unwrap(),
             sealed: SealedSlot::new(sequence.first_sealed).unwrap(),
         };

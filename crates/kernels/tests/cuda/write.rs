@@ -143,7 +143,7 @@ fn codec(case: &Case, random: &mut Random) -> Option<PageCodec> {
         Basis::Banded => {
             let layout = BandLayout::int2(d).unwrap();
             let rows = RowEncoder::Banded(BandRows { layout, value_rule: Rule::Search });
-            let encoder = |transform| HeadEncoder { transform, rows };
+            let encoder = |transform| HeadEncoder { transform, rows, page_means: None };
             let means = means();
             let keys = means.into_iter().enumerate().map(|(head, mean)| {
                 // The last head of a layer has a rotation among those that have not.

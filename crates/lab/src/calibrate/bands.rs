@@ -1,6 +1,6 @@
 //! Bands of keys: which directions of a head are strong, tried in several ways on held-out text.
 
-use oscar_codec::{BandLayout, HeadTransform, SquareMatrix};
+use oscar_codec::{BandLayout, HeadTransform, PageMeans, SquareMatrix};
 use oscar_kernels::cpu::isa::Isa;
 use oscar_rotations::codec::band_mixing;
 use rayon::prelude::*;
@@ -56,7 +56,26 @@ fn bands(
     Ok(SquareMatrix::from_fn(dim, |i, j| basis.get(i, j) * scales[j]))
 }
 
-/// The bands of a head that attention on held-out text moves least with, and the transform they make.
+/// The bands of a head, and the transform they make.
+pub struct ChosenBands {
+    /// The matrix from centred keys to bands.
+    pub bands: SquareMatrix,
+    /// The transform of keys with it.
+    pub transform: HeadTransform,
+    /// What keys of sealed pages are centred by, beside the mean of the transform.
+    pub page_means: Option<PageMeans>,
+}
+
+/// What bands are of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Centring {
+    /// Keys less one mean.
+    OneMean,
+    /// Keys less the mean of their page.
+    PageMeans,
+}
+
+/// The bands of a head that attention on held-out text moves least with.
 ///
 /// `failed` names the head in errors of the codec.
 pub fn choose(
@@ -64,12 +83,16 @@ pub fn choose(
     held_out: &HeldOut<'_>,
     moments: &HeadMoments,
     value_transform: &HeadTransform,
+    centring: Centring,
     failed: impl Fn(oscar_codec::CodecError) -> CalibrateError + Sync,
-) -> Result<(SquareMatrix, HeadTransform), CalibrateError> {
+) -> Result<ChosenBands, CalibrateError> {
     let (queries, mean) = (moments.queries.mean(), moments.key_mean());
     let layout = BandLayout::int2(mean.len()).map_err(&failed)?;
     let mixing = band_mixing(&layout);
-    let covariances = [moments.key_covariance(), moments.weighted_key_covariance()];
+    let (covariances, page_means) = match centring {
+        Centring::OneMean => ([moments.key_covariance(), moments.weighted_key_covariance()], None),
+        Centring::PageMeans => (moments.page_centred_covariances(), Some(moments.page_means())),
+    };
     let ways: Vec<(&SquareMatrix, f64)> =
         covariances.iter().flat_map(|keys| QUERY_EXPONENTS.map(|alpha| (keys, alpha))).collect();
     let tried = ways.into_par_iter().map(|(keys, alpha)| {
@@ -77,13 +100,14 @@ pub fn choose(
         let transform =
             HeadTransform::general(Some(mean.clone()), &bands.multiply(&mixing)).map_err(&failed)?;
         let trial = RuleTrial::new(isa, held_out, &transform, value_transform).map_err(&failed)?;
+        let trial = trial.with_page_means(page_means.as_ref());
         Ok((trial.key_score(KeyCodes::Bands).map_err(&failed)?, bands, transform))
     });
     let tried: Vec<_> = tried.collect::<Result<_, CalibrateError>>()?;
     // Of equals the first.
     let best = tried.into_iter().reduce(|best, other| if other.0 < best.0 { other } else { best });
     let (_, bands, transform) = best.expect("there is at least one way to try");
-    Ok((bands, transform))
+    Ok(ChosenBands { bands, transform, page_means })
 }
 
 #[cfg(test)]

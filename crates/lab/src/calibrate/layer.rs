@@ -6,11 +6,11 @@ use oscar_kernels::cpu::isa::Isa;
 use oscar_model::LoadedModel;
 use oscar_rotations::PAPER_RULES;
 use oscar_rotations::certificate::{HeadCertificate, SpectrumShares};
-use oscar_rotations::rotation::{LayerRotations, SideRotations};
+use oscar_rotations::rotation::{LayerRotations, PageCentred, SideRotations};
 use rayon::prelude::*;
 
 use super::CalibrateError;
-use super::bands;
+use super::bands::{self, Centring};
 use super::fit::{mean, rotation};
 use super::observed::ObservedLayer;
 use super::select::{CANDIDATES, HeldOut, KeyCodes, RuleTrial};
@@ -59,7 +59,9 @@ struct ChosenValues {
 /// One head's part of a [`FittedLayer`].
 struct FittedHead {
     keys: (SquareMatrix, Vec<f64>),
-    bands: Option<SquareMatrix>,
+    /// Bands of keys less one mean, and of keys less the mean of their page.
+    bands: Option<[SquareMatrix; 2]>,
+    unturned_mean: Vec<f32>,
     values: (SquareMatrix, Vec<f64>),
     key_rule: Rule,
     value_rule: Rule,
@@ -100,6 +102,7 @@ pub(super) fn fit_layer<B: Inspect>(
         let held_out = |queries| HeldOut {
             keys: held_keys,
             values: held_values,
+            first: observed.first_held_out,
             queries,
             output_metrics: members,
             scale,
@@ -126,14 +129,17 @@ pub(super) fn fit_layer<B: Inspect>(
         let (centred, plain) = (centred.map_err(failed)?, plain.map_err(failed)?);
         let chosen = if centred.error < plain.error { centred } else { plain };
         // Heads whose size has no bands keep scalar codes.
-        let (bands, served_transform, codes) = match BandLayout::int2(heads.dim) {
-            Ok(_) => {
-                let (bands, transform) = bands::choose(isa, &choosing, own, &chosen.transform, failed)?;
-                (Some(bands), transform, KeyCodes::Bands)
-            }
-            Err(_) => (None, key_transform, KeyCodes::Scalar(chosen.key_rule)),
+        let bands = |centring| bands::choose(isa, &choosing, own, &chosen.transform, centring, failed);
+        let bands = match BandLayout::int2(heads.dim) {
+            Ok(_) => Some((bands(Centring::OneMean)?, bands(Centring::PageMeans)?)),
+            Err(_) => None,
         };
-        let choice = RuleTrial::new(isa, &certifying, &served_transform, &chosen.transform)
+        let (served_transform, page_means, codes) = match &bands {
+            Some((_, served)) => (&served.transform, served.page_means.as_ref(), KeyCodes::Bands),
+            None => (&key_transform, None, KeyCodes::Scalar(chosen.key_rule)),
+        };
+        let choice = RuleTrial::new(isa, &certifying, served_transform, &chosen.transform)
+            .map(|trial| trial.with_page_means(page_means))
             .and_then(|trial| trial.measure(codes, chosen.value_rule))
             .map_err(failed)?;
         let paper_keys = HeadTransform::published(&shared_keys.0).map_err(failed)?;
@@ -163,7 +169,8 @@ pub(super) fn fit_layer<B: Inspect>(
         };
         Ok(FittedHead {
             keys,
-            bands,
+            bands: bands.map(|(one_mean, page_means)| [one_mean.bands, page_means.bands]),
+            unturned_mean: own.unturned_key_mean(),
             values,
             key_rule: chosen.key_rule,
             value_rule: choice.value,
@@ -185,6 +192,7 @@ pub(super) fn fit_layer<B: Inspect>(
             means: Some(key_means.clone()),
             metrics: None,
             bands: None,
+            page_centred: None,
             rules: vec![PAPER_RULES.0],
         },
         values: SideRotations {
@@ -193,6 +201,7 @@ pub(super) fn fit_layer<B: Inspect>(
             means: Some(value_means.clone()),
             metrics: None,
             bands: None,
+            page_centred: None,
             rules: vec![PAPER_RULES.1],
         },
     };
@@ -202,11 +211,18 @@ pub(super) fn fit_layer<B: Inspect>(
         means: Some(key_means),
         metrics: Some(Vec::new()),
         bands: None,
+        page_centred: None,
         rules: Vec::new(),
     };
     let mut values = SideRotations { means: Some(value_means), ..keys.clone() };
     let mut certificates = Vec::new();
-    keys.bands = fitted.iter().map(|head| head.bands.clone()).collect();
+    let bands: Option<Vec<[SquareMatrix; 2]>> = fitted.iter().map(|head| head.bands.clone()).collect();
+    if let Some(bands) = bands {
+        let (one_mean, page_means) = bands.into_iter().map(|[one, page]| (one, page)).unzip();
+        let unturned_means = fitted.iter().map(|head| head.unturned_mean.clone()).collect();
+        keys.bands = Some(one_mean);
+        keys.page_centred = Some(PageCentred { unturned_means, bands: page_means });
+    }
     for head in fitted {
         push(&mut keys, head.keys, head.key_metric, head.key_rule);
         push(&mut values, head.values, head.value_metric, head.value_rule);

@@ -7,6 +7,7 @@
 //! | [`observed`] | what calibration keeps of one layer |
 //! | [`moments`] | their second moments in f64 |
 //! | `eigen` | eigenvectors of a symmetric matrix |
+//! | [`spread`] | the same text at positions all over the context |
 //! | [`fit`] | rotations from moments: signs and compositions |
 //! | [`bands`] | bands of keys by their strength |
 //! | [`select`] | how each head is rounded, by the error of attention on held-out text |
@@ -28,6 +29,7 @@ pub mod run;
 pub mod sample;
 pub mod select;
 mod settings;
+pub mod spread;
 mod state;
 
 use std::io;

@@ -3,11 +3,15 @@
 //! One set per KV head; query heads are added to the head they read from. Nothing but the sums is kept, so their
 //! size does not depend on how much text is seen.
 
+use std::sync::Arc;
+
 use half::bf16;
 use ndarray::linalg::general_mat_mul;
 use ndarray::{ArrayView2, ArrayViewMut2, s};
-use oscar_codec::SquareMatrix;
+use oscar_codec::{KeyTurning, PAGE_TOKENS, PageMeans, SquareMatrix};
 use rayon::prelude::*;
+
+use super::spread::Positions;
 
 /// Positions before this one stay in bf16 in every cache (the sink), so means and plain moments leave them out.
 const SINK: usize = 64;
@@ -84,8 +88,13 @@ pub struct HeadMoments {
     pub values: Gram,
     /// Moment of centred keys behind the sink, weighted with their energy in the metric of queries.
     weighted_keys: Gram,
+    /// Moments of keys that are centred by the mean of their page: the plain one, and one with weights.
+    page_centred_keys: [Gram; 2],
     key_sum: Vec<f64>,
+    /// Sum of the keys behind the sink before they were turned.
+    unturned_key_sum: Vec<f64>,
     value_sum: Vec<f64>,
+    turning: Arc<KeyTurning>,
 }
 
 /// The quadratic form `x M xᵀ` of a symmetric metric, of every row.
@@ -107,8 +116,8 @@ fn energy(metric: &SquareMatrix, moment: &SquareMatrix) -> f64 {
 }
 
 impl HeadMoments {
-    /// The moments before any row was added.
-    pub fn new(head_dim: usize) -> HeadMoments {
+    /// The moments before any row was added, of keys that turn so.
+    pub fn new(head_dim: usize, turning: Arc<KeyTurning>) -> HeadMoments {
         let gram = || Gram::new(head_dim);
         HeadMoments {
             queries: gram(),
@@ -117,13 +126,16 @@ impl HeadMoments {
             keys: gram(),
             values: gram(),
             weighted_keys: gram(),
+            page_centred_keys: [gram(), gram()],
             key_sum: vec![0.0; head_dim],
+            unturned_key_sum: vec![0.0; head_dim],
+            turning,
             value_sum: vec![0.0; head_dim],
         }
     }
 
-    /// Adds the rows of one sequence, which begins at position 0.
-    pub fn add(&mut self, rows: &ObservedRows<'_>, head: usize) {
+    /// Adds the rows of one sequence, which are at `positions`. The first ones are its sink.
+    pub fn add(&mut self, rows: &ObservedRows<'_>, head: usize, positions: &Positions) {
         let ObservedRows { heads, .. } = *rows;
         let members = head * heads.group()..(head + 1) * heads.group();
         let HeadMoments { queries, attended, keys, values, .. } = self;
@@ -145,6 +157,11 @@ impl HeadMoments {
             for row in rows {
                 sum.iter_mut().zip(row).for_each(|(sum, &value)| *sum += f64::from(value));
             }
+        }
+        for (index, key) in rows.keys(head).enumerate().skip(SINK) {
+            let mut key = key.to_vec();
+            self.turning.by(-(positions.of(index) as f64)).apply(&mut key);
+            self.unturned_key_sum.iter_mut().zip(key).for_each(|(sum, value)| *sum += f64::from(value));
         }
     }
 
@@ -178,18 +195,49 @@ impl HeadMoments {
         SquareMatrix::from_fn(self.key_sum.len(), |i, j| plain.get(i, j) + weighted.get(i, j))
     }
 
-    /// Adds the keys of one sequence, centred and weighted with their energy in the metric of queries; all moments must
-    /// have been added before.
-    pub fn add_weighted_keys(&mut self, keys: &[f32]) {
+    /// Adds the keys of one sequence, centred and weighted with their energy in the metric of queries: by one mean, and by the
+    /// mean of their page. All moments must have been added before.
+    pub fn add_weighted_keys(&mut self, keys: &[f32], positions: &Positions) {
         let (dim, mean, metric) = (self.queries.dim, self.key_mean(), self.queries.mean());
-        let centred: Vec<f32> = keys
-            .chunks_exact(dim)
-            .skip(SINK)
-            .flat_map(|key| key.iter().zip(&mean).map(|(key, mean)| key - mean))
-            .collect();
-        let usual = energy(&metric, &self.key_covariance());
-        let weights = energies(&metric, &centred).into_iter().map(|it| it / usual.max(f64::MIN_POSITIVE));
-        self.weighted_keys.add(centred.chunks_exact(dim).zip(weights));
+        let centred = |mean_of: &mut dyn FnMut(usize) -> Vec<f32>| -> Vec<f32> {
+            let mut centred = keys[(SINK * dim).min(keys.len())..].to_vec();
+            for (page, keys) in centred.chunks_mut(PAGE_TOKENS * dim).enumerate() {
+                let mean = mean_of(positions.of(SINK + page * PAGE_TOKENS) / PAGE_TOKENS);
+                for key in keys.chunks_exact_mut(dim) {
+                    key.iter_mut().zip(&mean).for_each(|(key, mean)| *key -= mean);
+                }
+            }
+            centred
+        };
+        let usual = energy(&metric, &self.key_covariance()).max(f64::MIN_POSITIVE);
+        let one_mean = centred(&mut |_| mean.clone());
+        let weights = energies(&metric, &one_mean).into_iter().map(|it| it / usual);
+        self.weighted_keys.add(one_mean.chunks_exact(dim).zip(weights));
+        let page_means = self.page_means();
+        let centred = centred(&mut |page| page_means.of_page(page));
+        let of_keys = energies(&metric, &centred);
+        // The mean over these keys, which are about as many in every sequence.
+        let usual = (of_keys.iter().sum::<f64>() / of_keys.len().max(1) as f64).max(f64::MIN_POSITIVE);
+        let [plain, weighted] = &mut self.page_centred_keys;
+        plain.add(centred.chunks_exact(dim).map(|key| (key, 1.0)));
+        weighted.add(centred.chunks_exact(dim).zip(of_keys.iter().map(|it| it / usual)));
+    }
+
+    /// [`Self::key_covariance`] and [`Self::weighted_key_covariance`] of keys that are centred by the mean of their page.
+    pub fn page_centred_covariances(&self) -> [SquareMatrix; 2] {
+        let [plain, weighted] = self.page_centred_keys.each_ref().map(Gram::mean);
+        let both = SquareMatrix::from_fn(plain.dim(), |i, j| plain.get(i, j) + weighted.get(i, j));
+        [plain, both]
+    }
+
+    /// The mean key of every page.
+    pub fn page_means(&self) -> PageMeans {
+        PageMeans::new(&self.unturned_key_mean(), self.turning.clone()).expect("finite means of whole rows")
+    }
+
+    /// Mean key behind the sink before rotary embedding.
+    pub fn unturned_key_mean(&self) -> Vec<f32> {
+        self.mean(&self.unturned_key_sum, self.keys.rows)
     }
 
     /// Mean key behind the sink.
@@ -277,9 +325,47 @@ impl<'a> ObservedRows<'a> {
 
 #[cfg(test)]
 mod tests {
+    use oscar_codec::RopeLayout;
     use oscar_random::Random;
 
     use super::*;
+
+    /// Keys that do not turn.
+    fn still() -> Arc<KeyTurning> {
+        Arc::new(KeyTurning::new(Vec::new(), RopeLayout::Halves))
+    }
+
+    /// Keys with a mean that turns keep a covariance without it, wherever the text is taken to be.
+    #[test]
+    fn what_turns_is_no_covariance_of_page_centred_keys() {
+        let heads = HeadCounts { query: 1, kv: 1, dim: 4 };
+        let turning = Arc::new(KeyTurning::new(vec![0.002, 1e-4], RopeLayout::Halves));
+        let tokens = 4096;
+        let mut qkv = numbers(tokens * heads.qkv_cols(), 5);
+        for (position, row) in qkv.chunks_exact_mut(heads.qkv_cols()).enumerate() {
+            let key = &mut row[4..8];
+            key.iter_mut().zip([9.0, -3.0, 1.0, 4.0]).for_each(|(x, mean)| *x += mean);
+            turning.by(position as f64).apply(key);
+        }
+        let attended = numbers(tokens * heads.dim, 6);
+        let rows = ObservedRows { heads, qkv: &qkv, attended: &attended };
+        let positions = Positions::spread(tokens, 30_000);
+        let turned = positions.turned(&rows, &turning);
+        let rows = ObservedRows { qkv: &turned, ..rows };
+        let mut moments = HeadMoments::new(heads.dim, turning);
+        moments.add(&rows, 0, &positions);
+        moments.add_weighted_keys(&rows.stored(0).0, &positions);
+        for (mean, expected) in moments.unturned_key_mean().into_iter().zip([9.0, -3.0, 1.0, 4.0]) {
+            assert!((mean - expected).abs() < 0.02, "{mean} for {expected}");
+        }
+        let [plain, _] = moments.page_centred_covariances();
+        for channel in 0..4 {
+            // Numbers that are as likely anywhere in a range of one have a variance of a twelfth.
+            let variance = plain.get(channel, channel);
+            assert!((variance - 1.0 / 12.0).abs() < 0.02, "channel {channel}: {variance}");
+        }
+        assert!(moments.key_covariance().trace() > 10.0, "one mean leaves what turns");
+    }
 
     /// Numbers in [-0.5, 0.5).
     fn numbers(len: usize, seed: u64) -> Vec<f32> {
@@ -313,8 +399,8 @@ mod tests {
         let attended = numbers(tokens * heads.query * heads.dim, 2);
         let rows = ObservedRows { heads, qkv: &qkv, attended: &attended };
         let head = 1;
-        let mut moments = HeadMoments::new(heads.dim);
-        moments.add(&rows, head);
+        let mut moments = HeadMoments::new(heads.dim, still());
+        moments.add(&rows, head, &Positions::spread(tokens, 0));
 
         let queries: Vec<&[f32]> = rows.queries(2).chain(rows.queries(3)).collect();
         let c_q = gram(&queries, &vec![1.0; queries.len()], 8);
@@ -353,10 +439,10 @@ mod tests {
             qkv: &qkv[from * 16..to * 16],
             attended: &attended[from * 8..to * 8],
         };
-        let (mut whole, mut parts) = (HeadMoments::new(4), HeadMoments::new(4));
-        whole.add(&part(0, 200), 0);
-        parts.add(&part(0, 77), 0);
-        parts.add(&part(77, 200), 0);
+        let (mut whole, mut parts) = (HeadMoments::new(4, still()), HeadMoments::new(4, still()));
+        whole.add(&part(0, 200), 0, &Positions::spread(200, 0));
+        parts.add(&part(0, 77), 0, &Positions::spread(77, 0));
+        parts.add(&part(77, 200), 0, &Positions::spread(123, 0));
         assert_close(whole.queries.mean().values(), parts.queries.mean().values());
         assert_eq!(whole.keys.rows, 136);
         // Every sequence has its own sink.

@@ -4,7 +4,9 @@
 //! two looks at a layer (a weight made from the mean of all queries) are exact, only one layer's keys and values are
 //! ever stored, and what was learned about a layer can be tried on the spot.
 
-use oscar_codec::{ExactSlot, KvGeometry, PAGE_TOKENS};
+use std::sync::Arc;
+
+use oscar_codec::{ExactSlot, KeyTurning, KvGeometry, PAGE_TOKENS};
 use oscar_kernels::backend::{AttentionSpec, Batch, CacheSpec, SequenceRows};
 use oscar_kernels::{Inspect, KernelError};
 use oscar_model::{Activations, LayerAttention, LoadedModel};
@@ -59,6 +61,16 @@ impl<'a, B: Inspect> Observer<'a, B> {
     /// Layers of the model.
     pub fn layers(&self) -> usize {
         self.model.config().layers
+    }
+
+    /// Longest context of the model.
+    pub fn context(&self) -> usize {
+        self.model.config().max_context
+    }
+
+    /// How the keys of a layer turn with their position.
+    pub fn key_turning(&self, layer: usize) -> Arc<KeyTurning> {
+        Arc::new(self.model.config().key_turning(layer))
     }
 
     /// How many of the first `layers` layers keep a history, which is what rotations are for.

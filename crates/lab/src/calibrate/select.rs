@@ -12,7 +12,7 @@ use ndarray::linalg::general_mat_mul;
 use ndarray::{Array2, ArrayView2};
 use oscar_codec::{
     BandLayout, BandRows, CodeLayout, CodecError, HeadEncoder, HeadIndex, HeadTransform, KvGeometry,
-    PageCodec, RowEncoder, Rule, Side, SquareMatrix, Windows,
+    PageCodec, PageMeans, RowEncoder, Rule, Side, SquareMatrix, Windows,
 };
 use oscar_kernels::cpu::encode::{FastCodec, SealScratch};
 use oscar_kernels::cpu::isa::Isa;
@@ -39,6 +39,8 @@ pub struct HeldOut<'a> {
     pub keys: &'a [f32],
     /// `[tokens][d]`, as the keys.
     pub values: &'a [f32],
+    /// The position of the first token, a multiple of a page.
+    pub first: usize,
     /// Some queries that read this head.
     pub queries: &'a [HeldOutQuery],
     /// Per member of the group, W_oᵀW_o of its slice of the output projection, not rotated.
@@ -103,6 +105,7 @@ pub struct RuleTrial<'a> {
     dim: usize,
     tokens: usize,
     key_transform: &'a HeadTransform,
+    page_means: Option<&'a PageMeans>,
     value_transform: &'a HeadTransform,
     /// Rotated, in whole numbers of bf16.
     keys: Vec<f32>,
@@ -138,6 +141,7 @@ impl<'a> RuleTrial<'a> {
             dim,
             tokens: held_out.keys.len() / dim,
             key_transform,
+            page_means: None,
             value_transform,
             keys: rotated(isa, key_transform, held_out.keys)?,
             values: rotated(isa, value_transform, held_out.values)?,
@@ -160,6 +164,11 @@ impl<'a> RuleTrial<'a> {
         trial.exact = trial.attended(&trial.weights);
         trial.energy = trial.squared_norm(&trial.exact);
         Ok(trial)
+    }
+
+    /// The same trial of bands of keys that are centred page by page.
+    pub fn with_page_means(self, page_means: Option<&'a PageMeans>) -> RuleTrial<'a> {
+        RuleTrial { page_means, ..self }
     }
 
     /// Tries every candidate on keys and on values; the best rule for each.
@@ -233,11 +242,13 @@ impl<'a> RuleTrial<'a> {
     }
 
     fn encoded_keys(&self, codes: KeyCodes) -> Result<Vec<f32>, CodecError> {
-        encoded(self.isa, self.key_transform, Side::Key, codes, &self.keys)
+        let codec = codec(self.isa, self.key_transform, codes, self.page_means)?;
+        encoded(&codec, Side::Key, self.held_out.first, &self.keys)
     }
 
     fn encoded_values(&self, rule: Rule) -> Result<Vec<f32>, CodecError> {
-        encoded(self.isa, self.value_transform, Side::Value, KeyCodes::Scalar(rule), &self.values)
+        let codec = codec(self.isa, self.value_transform, KeyCodes::Scalar(rule), None)?;
+        encoded(&codec, Side::Value, self.held_out.first, &self.values)
     }
 
     fn logits_with(&self, keys: &[f32]) -> Vec<f32> {
@@ -355,8 +366,13 @@ fn sink_logit(held_out: &HeldOut<'_>, key_transform: &HeadTransform, query: &Hel
 }
 
 /// A codec of one head and side.
-fn codec(isa: Isa, transform: &HeadTransform, codes: KeyCodes) -> Result<FastCodec, CodecError> {
-    let encoder = match codes {
+fn codec(
+    isa: Isa,
+    transform: &HeadTransform,
+    codes: KeyCodes,
+    page_means: Option<&PageMeans>,
+) -> Result<FastCodec, CodecError> {
+    let mut keys = match codes {
         KeyCodes::Scalar(rule) => {
             // A published transform comes with the published choice of codes.
             let published = transform.rounds_input();
@@ -364,31 +380,26 @@ fn codec(isa: Isa, transform: &HeadTransform, codes: KeyCodes) -> Result<FastCod
         }
         KeyCodes::Bands => {
             let rows = BandRows { layout: BandLayout::int2(transform.dim())?, value_rule: Rule::Search };
-            HeadEncoder { transform: transform.clone(), rows: RowEncoder::Banded(rows) }
+            HeadEncoder { transform: transform.clone(), rows: RowEncoder::Banded(rows), page_means: None }
         }
     };
-    let encoders = vec![encoder];
+    let values = keys.clone();
+    keys.page_means = page_means.cloned();
     let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: transform.dim() };
-    Ok(FastCodec::new(isa, PageCodec::new("trial", geometry, encoders.clone(), encoders)?))
+    Ok(FastCodec::new(isa, PageCodec::new("trial", geometry, vec![keys], vec![values])?))
 }
 
 fn rotated(isa: Isa, transform: &HeadTransform, rows: &[f32]) -> Result<Vec<f32>, CodecError> {
     let mut out = rows.to_vec();
-    let codec = codec(isa, transform, KeyCodes::Scalar(Rule::MIN_MAX))?;
+    let codec = codec(isa, transform, KeyCodes::Scalar(Rule::MIN_MAX), None)?;
     codec.transform_rows(HEAD, Side::Key, &mut out, &mut SealScratch::default())?;
     Ok(out)
 }
 
 /// Rotated rows as they come back from their pages, still rotated.
-fn encoded(
-    isa: Isa,
-    transform: &HeadTransform,
-    side: Side,
-    codes: KeyCodes,
-    rows: &[f32],
-) -> Result<Vec<f32>, CodecError> {
+fn encoded(codec: &FastCodec, side: Side, first: usize, rows: &[f32]) -> Result<Vec<f32>, CodecError> {
     let mut out = rows.to_vec();
-    codec(isa, transform, codes)?.through_pages(HEAD, side, &mut out, &mut SealScratch::default())?;
+    codec.through_pages(HEAD, side, first, &mut out, &mut SealScratch::default())?;
     Ok(out)
 }
 

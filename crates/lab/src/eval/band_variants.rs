@@ -2,8 +2,8 @@
 
 use oscar_codec::band::{half_range, scale, scale_code};
 use oscar_codec::{
-    BandLayout, Bf16Layout, CacheCodec, CodecError, HeadEncoder, HeadIndex, KvGeometry, PAGE_TOKENS,
-    PageCodec, RowEncoder, Side,
+    BandLayout, Bf16Layout, CacheCodec, CodecError, HeadEncoder, HeadIndex, KvGeometry, PageCodec,
+    RowEncoder, Side, page_parts,
 };
 
 /// Rows as the windows of a cache hold them: transformed as for `codec`, rounded to bf16, and nothing else.
@@ -11,7 +11,8 @@ pub(super) fn windows_of(name: &str, codec: &PageCodec) -> Result<PageCodec, Cod
     let geometry = codec.geometry();
     let rows = RowEncoder::Bf16(Bf16Layout::new(geometry.head_dim));
     let encoders = |side| -> Result<Vec<HeadEncoder>, CodecError> {
-        let transform = |head| Ok(HeadEncoder { transform: codec.transform(head, side)?.clone(), rows });
+        let transform =
+            |head| Ok(HeadEncoder { rows, page_means: None, ..codec.encoder(head, side)?.clone() });
         heads(geometry).map(transform).collect()
     };
     PageCodec::new(name, geometry, encoders(Side::Key)?, encoders(Side::Value)?)
@@ -52,20 +53,30 @@ impl CacheCodec for LeastSquaresBands {
         self.codec.name()
     }
 
-    fn round_trip(&self, head: HeadIndex, side: Side, rows: &mut [f32]) -> Result<(), CodecError> {
+    fn round_trip(
+        &self,
+        head: HeadIndex,
+        side: Side,
+        first: usize,
+        rows: &mut [f32],
+    ) -> Result<(), CodecError> {
         if side == Side::Value {
-            return self.codec.round_trip(head, side, rows);
+            return self.codec.round_trip(head, side, first, rows);
         }
         let dim = self.codec.geometry().head_dim;
         let (transform, layout) = (self.codec.transform(head, side)?, self.codec.layout(head.layer));
         let mut page = vec![0; self.codec.head_bytes(head.layer)];
         let (mut wanted, mut stored) = (vec![0.0; dim], vec![0.0; dim]);
-        for rows in rows.chunks_mut(PAGE_TOKENS * dim) {
-            self.codec.encode_rows(head, side, rows, &mut page)?;
+        for (number, tokens) in page_parts(first, rows.len() / dim) {
+            let rows = &mut rows[tokens.start * dim..tokens.end * dim];
+            let mean = self.codec.stored_page_mean(head, side, number)?.unwrap_or_else(|| vec![0.0; dim]);
+            self.codec.encode_rows(head, side, number, rows, &mut page)?;
             for (token, row) in rows.chunks_exact_mut(dim).enumerate() {
                 transform.apply(row, &mut wanted);
+                wanted.iter_mut().zip(&mean).for_each(|(x, mean)| *x -= mean);
                 layout.decode_token(&page, side, token, &mut stored)?;
                 self.shorten(&wanted, &mut stored);
+                stored.iter_mut().zip(&mean).for_each(|(x, mean)| *x += mean);
                 transform.undo(&stored, row);
             }
         }
@@ -122,18 +133,29 @@ impl CacheCodec for BandsOfBits {
         self.codec.name()
     }
 
-    fn round_trip(&self, head: HeadIndex, side: Side, rows: &mut [f32]) -> Result<(), CodecError> {
+    fn round_trip(
+        &self,
+        head: HeadIndex,
+        side: Side,
+        first: usize,
+        rows: &mut [f32],
+    ) -> Result<(), CodecError> {
         if side == Side::Value {
-            return self.codec.round_trip(head, side, rows);
+            return self.codec.round_trip(head, side, first, rows);
         }
         let (dim, transform) = (self.codec.geometry().head_dim, self.codec.transform(head, side)?);
         let mut stored = vec![0.0; dim];
-        for row in rows.chunks_exact_mut(dim) {
-            transform.apply(row, &mut stored);
-            for (band, &bits) in self.bands.bands().iter().zip(&self.bits) {
-                BandsOfBits::round_band(&mut stored[band.range()], bits);
+        for (number, tokens) in page_parts(first, rows.len() / dim) {
+            let mean = self.codec.stored_page_mean(head, side, number)?.unwrap_or_else(|| vec![0.0; dim]);
+            for row in rows[tokens.start * dim..tokens.end * dim].chunks_exact_mut(dim) {
+                transform.apply(row, &mut stored);
+                stored.iter_mut().zip(&mean).for_each(|(x, mean)| *x -= mean);
+                for (band, &bits) in self.bands.bands().iter().zip(&self.bits) {
+                    BandsOfBits::round_band(&mut stored[band.range()], bits);
+                }
+                stored.iter_mut().zip(&mean).for_each(|(x, mean)| *x += mean);
+                transform.undo(&stored, row);
             }
-            transform.undo(&stored, row);
         }
         Ok(())
     }
@@ -164,7 +186,7 @@ mod tests {
             SquareMatrix::from_fn(DIM, |i, j| f64::from(u8::from(i == j)) * 10f64.powi(j as i32 / 16));
         let transform = HeadTransform::general(Some(vec![0.25; DIM]), &matrix).unwrap();
         let rows = RowEncoder::Banded(BandRows { layout: bands, value_rule: Rule::Search });
-        let encoder = HeadEncoder { transform, rows };
+        let encoder = HeadEncoder { transform, rows, page_means: None };
         let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: DIM };
         (PageCodec::new("int2", geometry, vec![encoder.clone()], vec![encoder]).unwrap(), bands)
     }
@@ -175,7 +197,7 @@ mod tests {
 
     fn error(codec: &dyn CacheCodec, side: Side) -> f32 {
         let (wanted, mut rows) = (rows(), rows());
-        codec.round_trip(HEAD, side, &mut rows).unwrap();
+        codec.round_trip(HEAD, side, 0, &mut rows).unwrap();
         wanted.iter().zip(&rows).map(|(a, b)| (a - b).powi(2)).sum()
     }
 
@@ -183,7 +205,7 @@ mod tests {
     fn windows_round_to_bf16_alone() {
         let codec = windows_of("bf16:basis", &banded().0).unwrap();
         let (wanted, mut got) = (rows(), rows());
-        codec.round_trip(HEAD, Side::Key, &mut got).unwrap();
+        codec.round_trip(HEAD, Side::Key, 0, &mut got).unwrap();
         assert_ne!(wanted, got);
         assert!(wanted.iter().zip(&got).all(|(a, b)| (a - b).abs() <= (a - 0.25).abs() / 250.0 + 1e-6));
         assert_eq!(codec.bits_per_element(DIM), 16.0);

@@ -120,7 +120,7 @@ fn codec<B: Inspect>(
     rotations: &RotationFile,
     widths: Option<KeyWidths>,
 ) -> Result<FastCodec, EvalError> {
-    let options = Int2Options { encoder: Int2Encoder::Band, widths, ..Int2Options::default() };
+    let options = Int2Options { encoder: Int2Encoder::Band, widths, ..Int2Options::of(model) };
     let codec = int2_codec("int2", rotations, model.config().kv_geometry(), &options)?;
     Ok(FastCodec::new(Isa::detect(), codec))
 }
@@ -175,9 +175,15 @@ impl CacheCodec for KeysAlone {
         self.codec.name()
     }
 
-    fn round_trip(&self, head: HeadIndex, side: Side, rows: &mut [f32]) -> Result<(), CodecError> {
+    fn round_trip(
+        &self,
+        head: HeadIndex,
+        side: Side,
+        first: usize,
+        rows: &mut [f32],
+    ) -> Result<(), CodecError> {
         match side == Side::Key && self.layer.is_none_or(|layer| layer == head.layer) {
-            true => self.codec.round_trip(head, side, rows),
+            true => self.codec.round_trip(head, side, first, rows),
             false => Ok(()),
         }
     }

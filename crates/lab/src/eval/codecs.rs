@@ -3,10 +3,16 @@
 //! `NAME` or `NAME:OPTION+OPTION…`. Options are for `int2`, whose parts can be exchanged one by one; everything else
 //! is one definition under one name.
 
+use std::sync::Arc;
+
 use oscar_codec::baselines::{self, KeyMeans};
-use oscar_codec::{BandLayout, CacheCodec, CodecError, HeadIndex, KvGeometry, Rule, Side};
+use oscar_codec::{
+    BandLayout, CacheCodec, CodecError, HeadIndex, KeyTurning, KvGeometry, PAGE_TOKENS, Rule, Side,
+};
+use oscar_kernels::Backend;
 use oscar_kernels::cpu::encode::FastCodec;
 use oscar_kernels::cpu::isa::Isa;
+use oscar_model::LoadedModel;
 use oscar_rotations::codec::{int2_codec, int15_codec, mean_keys};
 use oscar_rotations::{Int2Encoder, Int2Options, RotationFile, Scope};
 
@@ -16,7 +22,7 @@ use super::band_variants::{BandsOfBits, LeastSquaresBands, windows_of};
 /// The names and options of codecs, for help texts and errors.
 pub const HELP: &str = "bf16, fp8, int4, int3, high, int2, int1.5, saw-int4, turboquant, kitty, kivi2, quarot-int2, naive-int2; \
     int2 takes options: int2:band, int2:scalar, int2:paper (int2:auto), int2:layer (head), int2:uncentred (centred), int2:clip=0.96/0.92, int2:rule=search, \
-    int2:group=64, int2:scales=bf16, int2:widths=4/2/1/1 (of bands, in every layer), int2:keys-only, int2:values-only, joined with +; int2:least-squares is int2 without \
+    int2:group=64, int2:scales=bf16, int2:widths=4/2/1/1 (of bands, in every layer), int2:one-mean (keys are centred by one mean, not page by page), int2:begin=8192 (as if the text began at that position, a multiple of 64), int2:keys-only, int2:values-only, joined with +; int2:least-squares is int2 without \
     unbiased scales of keys; high and int1.5 take keys-only or values-only, high:bits=8/4/2/2 has other bits in its bands; bf16:basis rounds to bf16 as the windows of int2 do; int4, int3, saw-int4, \
     quarot-int2 and naive-int2 take :centred or :uncentred";
 
@@ -24,15 +30,34 @@ pub const HELP: &str = "bf16, fp8, int4, int3, high, int2, int1.5, saw-int4, tur
 const OWN_TIERS: [&str; 2] = ["int4", "int3"];
 
 /// What codecs need to know about a model.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub struct CodecSource<'a> {
     /// Layers, heads and channels of the cache.
     pub geometry: KvGeometry,
     /// Rotations with key channels in the model's own order.
     pub rotations: Option<&'a RotationFile>,
+    /// How the keys of each layer turn with their position.
+    turnings: Vec<Arc<KeyTurning>>,
+    /// What `int2` is made with when nothing is said: what a cache on the same device has.
+    defaults: Int2Options,
 }
 
-impl CodecSource<'_> {
+impl<'a> CodecSource<'a> {
+    /// What there is to know of a model and of the device that it is on. Key channels of rotations are in the model's own order.
+    pub fn new<B: Backend>(model: &LoadedModel<B>, rotations: Option<&'a RotationFile>) -> CodecSource<'a> {
+        CodecSource {
+            geometry: model.config().kv_geometry(),
+            rotations,
+            turnings: model.config().key_turnings(),
+            defaults: Int2Options::of(model),
+        }
+    }
+
+    /// Codecs that need no model but its shape.
+    pub fn of_shape(geometry: KvGeometry) -> CodecSource<'a> {
+        CodecSource { geometry, rotations: None, turnings: Vec::new(), defaults: Int2Options::default() }
+    }
+
     /// Builds the codec that `spec` names.
     pub fn build(&self, spec: &str) -> Result<Box<dyn CacheCodec>, EvalError> {
         let (name, options) = spec.split_once(':').unwrap_or((spec, ""));
@@ -48,13 +73,13 @@ impl CodecSource<'_> {
 
     /// Rows as the windows of `int2` hold them.
     fn windows_basis(&self, spec: &str) -> Result<Box<dyn CacheCodec>, EvalError> {
-        let codec = int2_codec(spec, self.file(spec)?, self.geometry, &Int2Options::default())?;
+        let codec = int2_codec(spec, self.file(spec)?, self.geometry, &self.defaults)?;
         Ok(Box::new(FastCodec::new(Isa::detect(), windows_of(spec, &codec)?)))
     }
 
     /// Bands with the scales of least squared error.
     fn least_squares(&self, spec: &str) -> Result<Box<dyn CacheCodec>, EvalError> {
-        let options = Int2Options { encoder: Int2Encoder::Band, ..Int2Options::default() };
+        let options = Int2Options { encoder: Int2Encoder::Band, ..self.defaults.clone() };
         let codec = int2_codec(spec, self.file(spec)?, self.geometry, &options)?;
         let bands = BandLayout::int2(self.geometry.head_dim)?;
         Ok(Box::new(LeastSquaresBands::new(codec, bands)))
@@ -63,7 +88,7 @@ impl CodecSource<'_> {
     /// The tier of four bits beside `int2`, or its bands with other bits.
     fn high(&self, spec: &str, options: &str) -> Result<Box<dyn CacheCodec>, EvalError> {
         let wrong = |problem: String| EvalError::Codec { spec: spec.to_owned(), problem };
-        let int2 = int2_codec("int2", self.file(spec)?, self.geometry, &Int2Options::default())?;
+        let int2 = int2_codec("int2", self.file(spec)?, self.geometry, &self.defaults)?;
         let codec =
             int2.high().ok_or_else(|| wrong("int2 of this file has no codes of 2 bits".to_owned()))?;
         let Some(bits) = options.strip_prefix("bits=") else {
@@ -85,7 +110,7 @@ impl CodecSource<'_> {
 
     fn int15(&self, spec: &str, options: &str) -> Result<Box<dyn CacheCodec>, EvalError> {
         let side = side_option(spec, options)?;
-        let codec = int15_codec(spec, self.file(spec)?, self.geometry)?;
+        let codec = int15_codec(spec, self.file(spec)?, self.geometry, self.defaults.turnings.as_deref())?;
         Ok(sided(FastCodec::new(Isa::detect(), codec), side))
     }
 
@@ -113,8 +138,17 @@ impl CodecSource<'_> {
     }
 
     fn int2(&self, spec: &str, options: &Int2Spec) -> Result<Box<dyn CacheCodec>, EvalError> {
-        let codec = int2_codec(spec, self.file(spec)?, self.geometry, &options.parts)?;
-        Ok(sided(FastCodec::new(Isa::detect(), codec), options.side))
+        let turnings = self.defaults.turnings.clone().filter(|_| !options.one_mean);
+        let parts = Int2Options { turnings, ..options.parts.clone() };
+        let codec = int2_codec(spec, self.file(spec)?, self.geometry, &parts)?;
+        let codec = sided(FastCodec::new(Isa::detect(), codec), options.side);
+        Ok(match options.begin {
+            0 => codec,
+            begin => {
+                let (turnings, head_dim) = (self.turnings.clone(), self.geometry.head_dim);
+                Box::new(LaterText { codec, turnings, head_dim, begin })
+            }
+        })
     }
 }
 
@@ -145,12 +179,17 @@ fn sided(codec: FastCodec, side: Option<Side>) -> Box<dyn CacheCodec> {
 struct Int2Spec {
     parts: Int2Options,
     side: Option<Side>,
+    /// One mean for the keys of all pages.
+    one_mean: bool,
+    /// The position at which the text is taken to begin.
+    begin: usize,
 }
 
 impl Int2Spec {
     /// Reads options joined with `+`.
     fn parse(spec: &str, options: &str) -> Result<Int2Spec, EvalError> {
         let (mut parsed, mut one_side) = (Int2Options::default(), None);
+        let (mut one_mean, mut begin) = (false, 0);
         for option in options.split('+').filter(|option| !option.is_empty()) {
             let wrong = || EvalError::Codec {
                 spec: spec.to_owned(),
@@ -167,6 +206,11 @@ impl Int2Spec {
                 ("uncentred", "") => parsed.centred = Some(false),
                 ("keys-only", "") => one_side = Some(Side::Key),
                 ("values-only", "") => one_side = Some(Side::Value),
+                ("one-mean", "") => one_mean = true,
+                ("begin", position) => {
+                    let position: usize = position.parse().map_err(|_| wrong())?;
+                    begin = Some(position).filter(|it| it.is_multiple_of(PAGE_TOKENS)).ok_or_else(wrong)?;
+                }
                 ("group", size) => parsed.group = Some(size.parse().map_err(|_| wrong())?),
                 ("widths", widths) => parsed.widths = Some(widths.parse().map_err(|_| wrong())?),
                 ("scales", kind) => parsed.scales = kind.parse().map_err(|_| wrong())?,
@@ -182,12 +226,56 @@ impl Int2Spec {
                 _ => return Err(wrong()),
             }
         }
-        Ok(Int2Spec { parts: parsed, side: one_side })
+        Ok(Int2Spec { parts: parsed, side: one_side, one_mean, begin })
     }
 }
 
 fn key_means(file: &RotationFile, geometry: KvGeometry) -> Option<KeyMeans> {
     KeyMeans::new(geometry.kv_heads, mean_keys(file, geometry)?).ok()
+}
+
+/// A codec that sees a text as if it began further back in a context: keys are turned there and back.
+struct LaterText {
+    codec: Box<dyn CacheCodec>,
+    turnings: Vec<Arc<KeyTurning>>,
+    head_dim: usize,
+    begin: usize,
+}
+
+impl CacheCodec for LaterText {
+    fn name(&self) -> &str {
+        self.codec.name()
+    }
+
+    fn token_group(&self) -> usize {
+        self.codec.token_group()
+    }
+
+    fn round_trip(
+        &self,
+        head: HeadIndex,
+        side: Side,
+        first: usize,
+        rows: &mut [f32],
+    ) -> Result<(), CodecError> {
+        let first = first + self.begin;
+        if side == Side::Value {
+            return self.codec.round_trip(head, side, first, rows);
+        }
+        let turning = &self.turnings[head.layer];
+        let turned = |rows: &mut [f32], positions: f64| {
+            let turn = turning.by(positions);
+            rows.chunks_exact_mut(self.head_dim).for_each(|row| turn.apply(row));
+        };
+        turned(rows, self.begin as f64);
+        let outcome = self.codec.round_trip(head, side, first, rows);
+        turned(rows, -(self.begin as f64));
+        outcome
+    }
+
+    fn token_bytes(&self, head_dim: usize) -> f64 {
+        self.codec.token_bytes(head_dim)
+    }
 }
 
 /// A codec under the name that the user typed.
@@ -205,8 +293,14 @@ impl CacheCodec for NamedCodec {
         self.codec.token_group()
     }
 
-    fn round_trip(&self, head: HeadIndex, side: Side, rows: &mut [f32]) -> Result<(), CodecError> {
-        self.codec.round_trip(head, side, rows)
+    fn round_trip(
+        &self,
+        head: HeadIndex,
+        side: Side,
+        first: usize,
+        rows: &mut [f32],
+    ) -> Result<(), CodecError> {
+        self.codec.round_trip(head, side, first, rows)
     }
 
     fn token_bytes(&self, head_dim: usize) -> f64 {
@@ -229,8 +323,14 @@ impl<C: CacheCodec> CacheCodec for OneSidedCodec<C> {
         self.codec.token_group()
     }
 
-    fn round_trip(&self, head: HeadIndex, side: Side, rows: &mut [f32]) -> Result<(), CodecError> {
-        if side == self.side { self.codec.round_trip(head, side, rows) } else { Ok(()) }
+    fn round_trip(
+        &self,
+        head: HeadIndex,
+        side: Side,
+        first: usize,
+        rows: &mut [f32],
+    ) -> Result<(), CodecError> {
+        if side == self.side { self.codec.round_trip(head, side, first, rows) } else { Ok(()) }
     }
 
     fn token_bytes(&self, head_dim: usize) -> f64 {
@@ -246,18 +346,29 @@ mod tests {
 
     #[test]
     fn options_are_read_or_refused_with_the_list() {
-        let Int2Spec { parts: parsed, side } =
-            Int2Spec::parse("int2", "paper+group=32+clip=0.9/0.8+scales=bf16+keys-only+widths=4/2/2/0")
-                .unwrap();
+        let Int2Spec { parts: parsed, side, one_mean, begin } = Int2Spec::parse(
+            "int2",
+            "paper+group=32+clip=0.9/0.8+scales=bf16+keys-only+widths=4/2/2/0+one-mean+begin=6400",
+        )
+        .unwrap();
+        assert!(one_mean && begin == 6400);
         assert_eq!(parsed.encoder, Int2Encoder::Paper);
         assert_eq!(parsed.group, Some(32));
         assert_eq!(parsed.rules, Some((Rule::Clip(0.9), Rule::Clip(0.8))));
         assert_eq!(parsed.scales, ScaleType::Bf16);
         assert_eq!(side, Some(Side::Key));
         assert_eq!(parsed.widths, "4/2/2/0".parse().ok());
-        for bad in
-            ["papers", "group=", "group=x", "clip=2", "rule=best", "paper=1", "widths=4", "widths=1/1/2/4"]
-        {
+        for bad in [
+            "papers",
+            "group=",
+            "group=x",
+            "begin=100",
+            "clip=2",
+            "rule=best",
+            "paper=1",
+            "widths=4",
+            "widths=1/1/2/4",
+        ] {
             let error = Int2Spec::parse("int2", bad).unwrap_err();
             assert!(error.to_string().contains("int2:paper"), "{error}");
         }
@@ -266,7 +377,7 @@ mod tests {
     #[test]
     fn without_rotations_int2_says_what_to_do() {
         let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: 64 };
-        let source = CodecSource { geometry, rotations: None };
+        let source = CodecSource::of_shape(geometry);
         let error = |spec| source.build(spec).map(|_| ()).unwrap_err().to_string();
         assert!(error("int2").contains("oscar calibrate"));
         assert!(error("int1.5").contains("oscar calibrate"));

@@ -96,10 +96,10 @@ impl<B: Inspect> HistoryAttention<'_, B> {
             .par_iter()
             .zip(&mut rows)
             .filter(|((_, start, _), _)| *start >= sink)
-            .try_for_each(|(&(head, _, _), (keys, values))| {
+            .try_for_each(|(&(head, start, _), (keys, values))| {
                 let index = HeadIndex { layer, head };
-                codec.round_trip(index, Side::Key, keys)?;
-                codec.round_trip(index, Side::Value, values)
+                codec.round_trip(index, Side::Key, start, keys)?;
+                codec.round_trip(index, Side::Value, start, values)
             })
             .map_err(|error| {
                 KernelError::BadSetting(format!("layer {layer}, codec {}: {error}", codec.name()))
@@ -150,7 +150,7 @@ mod tests {
         fn token_group(&self) -> usize {
             self.0
         }
-        fn round_trip(&self, _: HeadIndex, _: Side, _: &mut [f32]) -> Result<(), CodecError> {
+        fn round_trip(&self, _: HeadIndex, _: Side, _: usize, _: &mut [f32]) -> Result<(), CodecError> {
             Ok(())
         }
         fn token_bytes(&self, head_dim: usize) -> f64 {

@@ -98,11 +98,9 @@ impl<B: Inspect> PagedCache<B> {
         let mut seal: Vec<SealPage> = Vec::new();
         let mut rows = SequenceRows::exact(start, ids.len(), &self.exact);
         if let Some(sealed) = &self.sealed {
-            let slots = self.exact.iter().zip(sealed).take(history.end);
-            let pages = slots.skip(self.sealed_until.max(history.start));
-            seal.extend(
-                pages.filter_map(|(&exact, &sealed)| Some(SealPage { exact: exact?, sealed: sealed? })),
-            );
+            let pages = self.sealed_until.max(history.start)..history.end;
+            let page = |page: usize| Some(SealPage { page, exact: self.exact[page]?, sealed: sealed[page]? });
+            seal.extend(pages.filter_map(page));
             self.sealed_until = self.sealed_until.max(history.end);
             rows.sealed = Some(SealedRows { pages: sealed, exact_from, sealed_until: 0 });
         }

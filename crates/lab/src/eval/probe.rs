@@ -156,7 +156,7 @@ pub fn probe_rotations<B: Inspect>(
     mut progress: impl FnMut(usize, usize),
 ) -> Result<Option<RetrievalProbe>, EvalError> {
     let Some(task) = CopyTask::built_in(model, windows, SEED)? else { return Ok(None) };
-    let source = CodecSource { geometry: model.config().kv_geometry(), rotations: Some(rotations) };
+    let source = CodecSource::new(model, Some(rotations));
     let codec = source.build("int2")?;
     let mut probe = CopyProbe::new(model.clone(), &task, |done| progress(done, task.tokens()))?;
     probe.measure(Reading { codec: &*codec, windows, chunk: None }).map(Some)

@@ -35,7 +35,7 @@ fn engine(model: &Arc<LoadedModel<CpuBackend>>, codec: &str) -> Engine<CpuBacken
 }
 
 fn source(geometry: KvGeometry) -> CodecSource<'static> {
-    CodecSource { geometry, rotations: None }
+    CodecSource::of_shape(geometry)
 }
 
 fn prompt(seed: u64, tokens: usize) -> Vec<u32> {

@@ -58,7 +58,7 @@ fn calibrated(name: &str, model: &Model) -> (RotationFile, Certificate) {
 
 /// Mean KL of the model with a cache from the model with an exact one.
 fn divergences<const N: usize>(model: &Model, file: &RotationFile, codecs: [&str; N]) -> [f64; N] {
-    let source = CodecSource { geometry: model.config().kv_geometry(), rotations: Some(file) };
+    let source = CodecSource::new(&model, Some(file));
     let mut comparison = CodecComparison::new(model.clone(), 512).unwrap();
     comparison.set_text(&tokens(10, 400), 0, 64, |_| ()).unwrap();
     codecs.map(|codec| {
@@ -91,7 +91,7 @@ fn check(name: &str, model: &Model) {
     // Random weights have no outliers for rotations to take care of; wrong ones would be much worse than none.
     assert!(int4 < 0.2 * int2 && int2 < 1.25 * naive, "{name}: {int4} {int2} {naive}");
 
-    let codec = int2_codec("int2", &file, model.config().kv_geometry(), &Int2Options::default()).unwrap();
+    let codec = int2_codec("int2", &file, model.config().kv_geometry(), &Int2Options::of(model)).unwrap();
     let exact = answered(model, KvOptions::default());
     let served = answered(model, KvOptions { codec: Some(Arc::new(codec)), ..KvOptions::default() });
     assert_eq!((exact.0.len(), served.0.len()), (80, 80), "{name}");
@@ -135,12 +135,12 @@ fn layers_have_the_bits_that_they_need() {
     assert_eq!(allocation.widths.is_empty(), allocation.chosen == allocation.default, "{allocation:?}");
 
     let geometry = model.config().kv_geometry();
-    let uniform = int2_codec("int2", &file, geometry, &Int2Options::default()).unwrap();
+    let uniform = int2_codec("int2", &file, geometry, &Int2Options::of(&model)).unwrap();
     let widths = |layer: usize| ["4/4/2/2", "4/0/0/0"][layer % 2].parse().unwrap();
     let mixed = RotationFile { widths: (0..layers).map(|layer| (layer, widths(layer))).collect(), ..file };
     let [int2, default, high] = divergences(&model, &mixed, ["int2", "int2:widths=4/2/1/1", "high"]);
     assert!(int2 != default && high < 0.5 * int2, "{int2} {default} {high}");
-    let codec = int2_codec("int2", &mixed, geometry, &Int2Options::default()).unwrap();
+    let codec = int2_codec("int2", &mixed, geometry, &Int2Options::of(&model)).unwrap();
     assert_eq!(codec.head_bytes(0) - uniform.head_bytes(0), 512);
     assert_eq!(uniform.head_bytes(1) - codec.head_bytes(1), 512);
     let served = |codec| answered(&model, KvOptions { codec: Some(Arc::new(codec)), ..KvOptions::default() });

@@ -118,7 +118,7 @@ fn calibrated_codecs_keep_the_published_order() {
     let Some(model) = smollm2() else { return };
     let file = calibrated(&model);
     check_estimated_means(&model, &file);
-    let source = CodecSource { geometry: model.config().kv_geometry(), rotations: Some(&file) };
+    let source = CodecSource::new(&model, Some(&file));
     let mut comparison = CodecComparison::new(model.clone(), 1024).unwrap();
     comparison.set_text(&ids(&model, 4, 1024), 0, 128, |_| ()).unwrap();
     let windows = Windows { sink: 16, recent: 64 };

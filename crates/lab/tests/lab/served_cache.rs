@@ -66,8 +66,14 @@ impl CacheCodec for WholePages {
     fn token_group(&self) -> usize {
         PAGE_TOKENS
     }
-    fn round_trip(&self, head: HeadIndex, side: Side, rows: &mut [f32]) -> Result<(), CodecError> {
-        self.0.round_trip(head, side, rows)
+    fn round_trip(
+        &self,
+        head: HeadIndex,
+        side: Side,
+        first: usize,
+        rows: &mut [f32],
+    ) -> Result<(), CodecError> {
+        self.0.round_trip(head, side, first, rows)
     }
     fn token_bytes(&self, head_dim: usize) -> f64 {
         self.0.token_bytes(head_dim)
@@ -81,10 +87,7 @@ fn aligned(codec: &WholePages) -> Reading<'_> {
 
 #[test]
 fn the_lab_reads_what_the_cache_reads_sealed() {
-    let source = CodecSource {
-        geometry: oscar_codec::KvGeometry { layers: 1, kv_heads: 1, head_dim: 64 },
-        rotations: None,
-    };
+    let source = CodecSource::of_shape(oscar_codec::KvGeometry { layers: 1, kv_heads: 1, head_dim: 64 });
     let codec = WholePages(source.build("int4").unwrap());
     for position in 0..TOKENS {
         let history = WINDOWS.history(position / PAGE_TOKENS, usize::MAX, 0);
@@ -98,7 +101,7 @@ fn the_cache_is_as_good_as_the_lab_says() {
     let Some((model, identity, file)) = smollm2() else { return };
     let mut ids = model.tokenizer().encode(&prose(11, TOKENS * 8), true).unwrap();
     ids.truncate(TOKENS);
-    let source = CodecSource { geometry: model.config().kv_geometry(), rotations: Some(&file) };
+    let source = CodecSource::new(&model, Some(&file));
     let mut comparison = CodecComparison::new(model.clone(), TOKENS).unwrap();
     // Without a prefix every position reads what is sealed; with one, the prompt reads itself in bf16.
     for prefix in [0, SKIP + 32] {
@@ -122,7 +125,7 @@ fn the_cache_is_as_good_as_the_lab_says() {
 #[test]
 fn strings_are_copied_from_the_cache_as_the_lab_says() {
     let Some((model, identity, file)) = smollm2() else { return };
-    let source = CodecSource { geometry: model.config().kv_geometry(), rotations: Some(&file) };
+    let source = CodecSource::new(&model, Some(&file));
     let mut ids = model.tokenizer().encode(&prose(12, TOKENS * 8), true).unwrap();
     ids.truncate(TOKENS - 24);
     let task = CopyTask::new(ids, Windows { sink: 64, recent: 256 }).expect("room");

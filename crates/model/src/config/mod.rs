@@ -12,7 +12,9 @@ pub(crate) use from_hugging_face::from_hugging_face;
 pub use quantisation::WeightScales;
 pub use style::{BlockStyle, SlidingLayers};
 
-use oscar_codec::KvGeometry;
+use std::sync::Arc;
+
+use oscar_codec::{KeyTurning, KvGeometry};
 use oscar_kernels::backend::Feature;
 
 use crate::rope::RopeConfig;
@@ -98,6 +100,19 @@ impl ModelConfig {
     /// The layers that see a window only.
     pub fn sliding_layers(&self) -> Vec<usize> {
         (0..self.layers).filter(|&layer| self.window(layer).is_some()).collect()
+    }
+
+    /// How the keys of a layer turn with their position.
+    pub fn key_turning(&self, layer: usize) -> KeyTurning {
+        let sliding = self.sliding.as_ref().filter(|sliding| sliding.is_sliding[layer]);
+        let rope = sliding.and_then(|sliding| sliding.rope.as_ref()).unwrap_or(&self.rope).build();
+        let turns = !self.style.unrotated.contains(&layer);
+        KeyTurning::new(if turns { rope.inverse_frequencies } else { Vec::new() }, rope.layout)
+    }
+
+    /// [`Self::key_turning`] of every layer.
+    pub fn key_turnings(&self) -> Vec<Arc<KeyTurning>> {
+        (0..self.layers).map(|layer| Arc::new(self.key_turning(layer))).collect()
     }
 
     /// What a device must support to run the model.

@@ -1,13 +1,15 @@
 //! The codec that a rotation file makes: which encoder, and that logits survive it.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use oscar_codec::{
-    CacheCodec, HeadIndex, KvGeometry, PageCodec, PageLayout, Rule, Side, SquareMatrix, hadamard,
+    CacheCodec, HeadIndex, KeyTurning, KvGeometry, PageCodec, PageLayout, RopeLayout, Rule, Side,
+    SquareMatrix, hadamard,
 };
 use oscar_random::Random;
 use oscar_rotations::codec::{int2_codec, int15_codec};
-use oscar_rotations::rotation::{LayerRotations, RotationFile, RotationHeader, SideRotations};
+use oscar_rotations::rotation::{LayerRotations, PageCentred, RotationFile, RotationHeader, SideRotations};
 use oscar_rotations::{Int2Encoder, Int2Options, RotationError};
 
 const DIM: usize = 64;
@@ -22,6 +24,7 @@ fn file(bands: bool) -> RotationFile {
         means: Some(vec![vec![0.25; DIM]]),
         metrics: None,
         bands,
+        page_centred: None,
         rules: vec![Rule::Search],
     };
     let scaled = SquareMatrix::from_fn(DIM, |i, j| if i == j { 1.0 / strength(i) } else { 0.0 });
@@ -75,7 +78,7 @@ fn bands_keep_logits_of_uneven_keys() {
     let error = |codec: Result<PageCodec, RotationError>| {
         let codec = codec.expect("a codec");
         let mut stored = keys.concat();
-        codec.round_trip(HEAD, Side::Key, &mut stored).expect("finite rows");
+        codec.round_trip(HEAD, Side::Key, 0, &mut stored).expect("finite rows");
         let mut noise = Random::new(6);
         let (mut error, mut along, mut energy) = (0.0, 0.0, 0.0);
         for (key, stored) in keys.iter().zip(stored.chunks_exact(DIM)) {
@@ -96,7 +99,7 @@ fn bands_keep_logits_of_uneven_keys() {
     assert!(bands.0 < 0.5 * scalar.0, "{bands:?} against {scalar:?}");
     assert!((bands.1 - 1.0).abs() < 0.03, "{bands:?}");
     // Three quarters of the bytes, and little worse than scalar codes.
-    let smaller = error(int15_codec("int1.5", &file(true), GEOMETRY));
+    let smaller = error(int15_codec("int1.5", &file(true), GEOMETRY, None));
     assert_eq!((smaller.2, bands.2), (1856, 2560));
     assert!(bands.0 < smaller.0 && smaller.0 < 1.3 * scalar.0, "{smaller:?} against {scalar:?}");
     // Four bits for the same rows. The strongest band has them already.
@@ -109,6 +112,42 @@ fn bands_keep_logits_of_uneven_keys() {
 
 #[test]
 fn the_smaller_format_needs_bands() {
-    let error = int15_codec("int1.5", &file(false), GEOMETRY).expect_err("no bands");
+    let error = int15_codec("int1.5", &file(false), GEOMETRY, None).expect_err("no bands");
     assert!(error.to_string().contains("oscar calibrate"), "{error}");
+}
+
+/// Keys whose mean turns are read back far better from pages that are centred by their own mean, and that needs a file that has
+/// them and a device that can centre pages.
+#[test]
+fn keys_that_turn_are_centred_page_by_page() {
+    let turning = Arc::new(KeyTurning::new(vec![0.01, 1e-3, 1e-4, 1e-5], RopeLayout::Halves));
+    let unturned: Vec<f32> = (0..DIM).map(|channel| if channel % 4 == 0 { 30.0 } else { -5.0 }).collect();
+    let mut file = file(true);
+    let keys = &mut file.heads.as_mut().expect("heads").get_mut(&0).expect("a layer").keys;
+    let bands = keys.bands.clone().expect("bands");
+    keys.page_centred = Some(PageCentred { unturned_means: vec![unturned.clone()], bands });
+    let error = |turnings: Option<Vec<Arc<KeyTurning>>>| {
+        let options = Int2Options { turnings, ..Int2Options::default() };
+        let codec = int2_codec("int2", &file, GEOMETRY, &options).expect("a codec");
+        assert_eq!(codec.has_page_means(0), options.turnings.is_some());
+        assert_eq!(codec.page_mean_bytes(), if options.turnings.is_some() { 2 * DIM } else { 0 });
+        let mut random = Random::new(9);
+        let (mut squares, first) = (0.0, 20_000);
+        let keys: Vec<f32> = (first..first + 150)
+            .flat_map(|position| {
+                let mut key = unturned.clone();
+                key.iter_mut().enumerate().for_each(|(at, x)| *x += strength(at) as f32 * random.signed());
+                turning.by(position as f64).apply(&mut key);
+                key
+            })
+            .collect();
+        let mut read = keys.clone();
+        codec.round_trip(HEAD, Side::Key, first, &mut read).expect("finite keys");
+        keys.iter().zip(&read).for_each(|(key, read)| squares += f64::from(key - read).powi(2));
+        squares
+    };
+    let (one_mean, own_means) = (error(None), error(Some(vec![turning.clone()])));
+    assert!(own_means < 0.2 * one_mean, "{own_means} against {one_mean}");
+    let smaller = int15_codec("int1.5", &file, GEOMETRY, Some(&[turning])).expect("a codec");
+    assert!(smaller.has_page_means(0) && smaller.high().is_none_or(|high| high.has_page_means(0)));
 }

@@ -177,7 +177,7 @@ impl AblationArguments {
                 ..RotationHeader::default()
             });
             let (file, _) = calibrate(model, &corpus, &calibration, None, |_| ControlFlow::Continue(()))?;
-            let source = CodecSource { geometry: model.config().kv_geometry(), rotations: Some(&file) };
+            let source = CodecSource::new(model, Some(&file));
             for &(name, kv) in bands {
                 let (codec, windows) = (source.build(kv)?, Windows::default());
                 steps.say(kv);

@@ -142,5 +142,5 @@ impl Policy {
 }
 
 pub(super) fn seal_page(work: &SealWork) -> SealPage {
-    SealPage { exact: work.from, sealed: work.to }
+    SealPage { page: work.page, exact: work.from, sealed: work.to }
 }

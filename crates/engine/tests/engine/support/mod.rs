@@ -5,8 +5,8 @@
 use std::sync::Arc;
 
 use oscar_codec::{
-    BandLayout, BandRows, CodeLayout, HeadEncoder, HeadTransform, KeyWidths, KvGeometry, PageCodec,
-    RowEncoder, Rule, SquareMatrix, hadamard,
+    BandLayout, BandRows, CodeLayout, HeadEncoder, HeadTransform, KeyTurning, KeyWidths, KvGeometry,
+    PageCodec, PageMeans, RopeLayout, RowEncoder, Rule, SquareMatrix, hadamard,
 };
 use oscar_engine::{
     Engine, EngineOptions, GenerateOptions, KvOptions, Request, SamplingOptions, Serve, Summary,
@@ -16,8 +16,8 @@ use oscar_model::LoadedModel;
 pub(crate) type TestModel = Arc<LoadedModel<TestBackend>>;
 pub(crate) type TestEngine = Engine<TestBackend>;
 
+use device::{CENTRES_PAGES, TestBackend, backend};
 pub(crate) use device::{EXPERTS, FIXTURE, OTHER_FIXTURE, SLIDING};
-use device::{TestBackend, backend};
 
 /// The device that these tests run on.
 #[cfg(not(feature = "cuda-tests"))]
@@ -36,6 +36,8 @@ mod device {
     pub(crate) const FIXTURE: &str = "qwen3";
     /// A model for what does not depend on the cache.
     pub(crate) const OTHER_FIXTURE: &str = "llama-tied";
+    /// Whether keys of sealed pages can be centred page by page.
+    pub(super) const CENTRES_PAGES: bool = true;
     /// Mixtures of experts.
     pub(crate) const EXPERTS: [&str; 4] = ["qwen3-moe", "glm4-moe", "minimax-m2", "qwen3-moe-fp8-blocks"];
     /// Models with sliding windows; the second has learned sinks too.
@@ -59,6 +61,7 @@ mod device {
 
     pub(crate) const FIXTURE: &str = "qwen3-wide";
     pub(crate) const OTHER_FIXTURE: &str = "qwen3";
+    pub(super) const CENTRES_PAGES: bool = false;
     pub(crate) const EXPERTS: [&str; 4] =
         ["qwen3-moe-wide", "glm4-moe-wide", "minimax-m2-wide", "qwen3-moe-wide-fp8"];
     pub(crate) const SLIDING: [&str; 2] = ["gemma3-wide", "gpt-oss"];
@@ -140,11 +143,19 @@ pub(crate) fn codec(format: &str, geometry: KvGeometry) -> Option<Arc<PageCodec>
             };
             let key = HeadTransform::general(None, &scaled).unwrap();
             let value = HeadTransform::new(Some(vec![0.125; dim]), &matrix).unwrap();
-            let encoders = |transform: HeadTransform| {
-                let encoder = |head| HeadEncoder { transform: transform.clone(), rows: rows(head) };
+            // A mean that turns: a page that is read under another number than it was sealed under gives another answer.
+            let turning = Arc::new(KeyTurning::new(vec![0.3, 0.02, 0.001], RopeLayout::Halves));
+            let means = PageMeans::new(&vec![2.0; dim], turning).unwrap();
+            let encoders = |transform: HeadTransform, page_means: Option<PageMeans>| {
+                let encoder = |head| HeadEncoder {
+                    transform: transform.clone(),
+                    rows: rows(head),
+                    page_means: page_means.clone(),
+                };
                 (0..geometry.layers * geometry.kv_heads).map(encoder).collect()
             };
-            PageCodec::new("band", geometry, encoders(key), encoders(value)).unwrap()
+            let (keys, values) = (encoders(key, CENTRES_PAGES.then_some(means)), encoders(value, None));
+            PageCodec::new("band", geometry, keys, values).unwrap()
         }
         other => panic!("{other}"),
     };

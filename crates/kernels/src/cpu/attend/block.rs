@@ -7,7 +7,7 @@ use oscar_codec::{HeadIndex, PAGE_TOKENS, Side};
 use super::parts::HeadStates;
 use super::plan::{Block, Item};
 use super::tiers::Tiers;
-use crate::cpu::attention::sealed::attend_sealed_heads;
+use crate::cpu::attention::sealed::{SealedPages, attend_sealed_heads};
 use crate::cpu::attention::{self, AttentionScratch, SoftmaxState, Span};
 use crate::cpu::cache::Cache;
 use crate::cpu::encode::SealScratch;
@@ -214,7 +214,14 @@ impl PageAttention<'_> {
         for &slot in slots {
             found.extend(kv_heads.clone().map(|head| page(head, slot)));
         }
-        let layout = &sealed.layouts[layer];
-        attend_sealed_heads(*isa, layout, queries, heads.scale, spans, first, &found, kernel, states);
+        let means: Vec<&[u16]> = match cache.page_means(layer) {
+            None => Vec::new(),
+            Some(mean) => (first..first + slots.len())
+                .flat_map(|page| kv_heads.clone().map(move |head| (page, head)))
+                .map(|(page, head)| mean(page, head))
+                .collect(),
+        };
+        let pages = SealedPages { layout: &sealed.layouts[layer], first, bytes: &found, means: &means };
+        attend_sealed_heads(*isa, pages, queries, heads.scale, spans, kernel, states);
     }
 }

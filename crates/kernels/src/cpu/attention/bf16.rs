@@ -44,7 +44,7 @@ pub fn attend(
 
     let mut queries = std::mem::take(&mut scratch.queries);
     let q = scale_queries(q, scale, queries.at_least(q.len()));
-    let work = Work { q, spans, first_page, pages, d };
+    let work = Work { q, spans, first_page, pages, means: &[], d };
     // Kernels prefetch the next page while they read one; nobody has prefetched the first.
     if let Some((page, _)) = work.visible_pages().next() {
         memory::prefetch(page);

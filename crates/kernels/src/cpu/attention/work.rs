@@ -4,6 +4,8 @@ use std::ops::Range;
 
 use oscar_codec::PAGE_TOKENS;
 
+use crate::cpu::page_means::widen;
+
 /// The positions a query row sees, `from..to`, counted from the start of the sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
@@ -45,6 +47,8 @@ pub(super) struct Work<'a, T = u16> {
     /// Number of the first page in its sequence.
     pub(super) first_page: usize,
     pub(super) pages: &'a [&'a [T]],
+    /// What the stored keys of each page are less of, in bf16; empty if that is nothing.
+    pub(super) means: &'a [&'a [u16]],
     /// Channels of a head.
     pub(super) d: usize,
 }
@@ -63,6 +67,28 @@ impl<'a, T> Work<'a, T> {
     /// Tokens of the page at `start` below the last one seen by any row.
     pub(super) fn written(&self, start: usize) -> usize {
         Span::up_to(self.end()).in_page(start).end
+    }
+
+    /// What the logits of a page are less of for a query row, because its keys are stored less their mean.
+    #[inline(always)]
+    pub(super) fn page_logit(&self, row: usize, page: usize) -> f32 {
+        /// Sums that are independent of each other.
+        const LANES: usize = 16;
+        let Some(mean) = self.means.get(page) else { return 0.0 };
+        let q = &self.q[row * self.d..][..self.d];
+        let mut sums = [0.0_f32; LANES];
+        for (q, mean) in q.chunks(LANES).zip(mean.chunks(LANES)) {
+            sums.iter_mut().zip(q.iter().zip(mean)).for_each(|(sum, (q, mean))| *sum += q * widen(*mean));
+        }
+        // Halves at a time, which vectors can do.
+        let mut half = LANES;
+        while half > 1 {
+            half /= 2;
+            for lane in 0..half {
+                sums[lane] += sums[lane + half];
+            }
+        }
+        sums[0]
     }
 
     /// The pages that any row sees, with the position of their first token.

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use oscar_codec::{CacheCodec, CodecError, HeadIndex, PAGE_TOKENS, PageCodec, Side};
+use oscar_codec::{CacheCodec, CodecError, HeadIndex, PageCodec, Side, page_parts};
 
-use super::seal::{SealScratch, Sealer};
+use super::seal::{SealScratch, Sealer, add_bf16};
 use crate::cpu::isa::Isa;
 #[cfg(test)]
 use crate::cpu::simd::Simd;
@@ -58,8 +58,8 @@ impl FastCodec {
         named.map_or(Ok(()), |at| Err(CodecError::NotFinite { row: at / dim, channel: at % dim }))
     }
 
-    /// Writes up to 64 transformed rows of one side to a page of one head, from its first token on. On an error the page
-    /// is as it was.
+    /// Writes up to 64 transformed rows of one side, less the mean of their page where pages have one, to a page of one head,
+    /// from its first token on. On an error the page is as it was.
     pub fn write_rows(
         &self,
         head: HeadIndex,
@@ -71,11 +71,13 @@ impl FastCodec {
         self.sealer.write_rows(head, side, rows, page, scratch)
     }
 
-    /// Replaces transformed rows of one side by what a reader of their pages gets, still transformed.
+    /// Replaces transformed rows of one side, from position `first` of their sequence on, by what a reader of their pages gets,
+    /// still transformed.
     pub fn through_pages(
         &self,
         head: HeadIndex,
         side: Side,
+        first: usize,
         rows: &mut [f32],
         scratch: &mut SealScratch,
     ) -> Result<(), CodecError> {
@@ -83,11 +85,20 @@ impl FastCodec {
         let dim = self.codec().geometry().head_dim;
         let layout = self.codec().layout(head.layer);
         let mut page = vec![0; layout.page_bytes()];
-        for rows in rows.chunks_mut(PAGE_TOKENS * dim) {
+        for (number, tokens) in page_parts(first, rows.len() / dim) {
+            let rows = &mut rows[tokens.start * dim..tokens.end * dim];
+            let mean = self.sealer.page_mean(head, number, scratch).filter(|_| side == Side::Key);
+            let add_mean = |rows: &mut [f32], sign: f32| {
+                if let Some(mean) = &mean {
+                    rows.chunks_exact_mut(dim).for_each(|row| add_bf16(row, mean, sign));
+                }
+            };
+            add_mean(rows, -1.0);
             self.write_rows(head, side, rows, &mut page, scratch)?;
             for (token, row) in rows.chunks_exact_mut(dim).enumerate() {
                 layout.decode_token(&page, side, token, row)?;
             }
+            add_mean(rows, 1.0);
         }
         Ok(())
     }
@@ -98,12 +109,18 @@ impl CacheCodec for FastCodec {
         self.codec().name()
     }
 
-    fn round_trip(&self, head: HeadIndex, side: Side, rows: &mut [f32]) -> Result<(), CodecError> {
+    fn round_trip(
+        &self,
+        head: HeadIndex,
+        side: Side,
+        first: usize,
+        rows: &mut [f32],
+    ) -> Result<(), CodecError> {
         let mut scratch = SealScratch::default();
         // An error leaves the rows of the caller alone.
         let mut stored = rows.to_vec();
         self.transform_rows(head, side, &mut stored, &mut scratch)?;
-        self.through_pages(head, side, &mut stored, &mut scratch)?;
+        self.through_pages(head, side, first, &mut stored, &mut scratch)?;
         self.sealer.undo_rows(head, side, &mut stored, &mut scratch);
         rows.copy_from_slice(&stored);
         Ok(())

@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 
+use half::bf16;
 use oscar_codec::{
     CodecError, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, RowEncoder, Side,
 };
@@ -18,6 +19,7 @@ use crate::cpu::aligned::AlignedScratch;
 use crate::cpu::attention::page::{page_elements, read_token};
 use crate::cpu::isa::Isa;
 use crate::cpu::memory;
+use crate::cpu::page_means::widen;
 use crate::cpu::simd::Simd;
 
 /// Working memory of a [`Sealer`]; keep one per thread.
@@ -75,10 +77,11 @@ impl Sealer {
     }
 
     /// Seals a full bf16 page of one head, in the order of [`crate::cpu::attention::page`], to that head's bytes of a
-    /// sealed page. On an error `out` is as it was.
+    /// sealed page. `mean` is what its keys are centred by, as [`Self::page_mean`] gives it. On an error `out` is as it was.
     pub fn seal(
         &self,
         head: HeadIndex,
+        mean: Option<&[u16]>,
         page: &[u16],
         out: &mut [u8],
         scratch: &mut SealScratch,
@@ -96,7 +99,7 @@ impl Sealer {
         shape("bytes of a sealed page", bytes, out.len())?;
         if self.simd.isa() == Isa::Scalar || !self.simd.run(AllFinite(page)) {
             // The definition also names the row and the channel of what is not finite.
-            return self.seal_plainly(head, page, out);
+            return self.seal_plainly(head, mean, page, out);
         }
         match self.codec.layout(head.layer) {
             PageLayout::Bf16(_) => {
@@ -112,6 +115,9 @@ impl Sealer {
                 let len = PAGE_TOKENS * dim;
                 let (keys, values, rows) = (keys.at_least(len), values.at_least(len), rows.at_least(len));
                 self.simd.run(Unpack { dim, page, keys, values, rows });
+                if let Some(mean) = mean {
+                    subtract_from_blocks(mean, keys);
+                }
                 for (side, blocks) in [(Side::Key, keys), (Side::Value, values)] {
                     let encoder = &self.codec.encoder(head, side)?.rows;
                     self.quantise(encoder, side, PAGE_TOKENS, blocks, codes, out);
@@ -121,8 +127,17 @@ impl Sealer {
         Ok(())
     }
 
-    /// Writes up to 64 transformed rows of one side to that head's bytes of a sealed page, from the first token on. On an
-    /// error the page is as it was.
+    /// What the stored keys of a page are less of, in bf16, by the number of the page in its sequence; `None` where pages are not
+    /// centred. Equal to [`PageCodec::stored_page_mean`].
+    pub fn page_mean(&self, head: HeadIndex, page: usize, scratch: &mut SealScratch) -> Option<Vec<u16>> {
+        let encoder = self.codec.encoder(head, Side::Key).ok()?;
+        let mut mean = encoder.page_means.as_ref()?.of_page(page);
+        self.transform_rows(head, Side::Key, &mut mean, scratch);
+        Some(mean.into_iter().map(|x| bf16::from_f32(x).to_bits()).collect())
+    }
+
+    /// Writes up to 64 transformed rows of one side, less the mean of their page where pages have one, to that head's bytes of
+    /// a sealed page, from the first token on. On an error the page is as it was.
     pub fn write_rows(
         &self,
         head: HeadIndex,
@@ -189,12 +204,21 @@ impl Sealer {
     }
 
     /// The definition, on rows gathered one by one.
-    fn seal_plainly(&self, head: HeadIndex, page: &[u16], out: &mut [u8]) -> Result<(), CodecError> {
+    fn seal_plainly(
+        &self,
+        head: HeadIndex,
+        mean: Option<&[u16]>,
+        page: &[u16],
+        out: &mut [u8],
+    ) -> Result<(), CodecError> {
         let dim = self.codec.geometry().head_dim;
         let (mut keys, mut values) = (vec![0.0; PAGE_TOKENS * dim], vec![0.0; PAGE_TOKENS * dim]);
         for (token, (key, value)) in keys.chunks_exact_mut(dim).zip(values.chunks_exact_mut(dim)).enumerate()
         {
             read_token(page, dim, token, key, value);
+        }
+        if let Some(mean) = mean {
+            keys.chunks_exact_mut(dim).for_each(|key| add_bf16(key, mean, -1.0));
         }
         self.codec.seal_page(head, &keys, &values, out)
     }
@@ -289,6 +313,20 @@ impl Sealer {
         let dim = self.codec.geometry().head_dim;
         assert!(rows.len().is_multiple_of(dim), "{} values are no whole rows of {dim}", rows.len());
     }
+}
+
+/// Subtracts a row of bf16 from all rows of blocks `[block][channel][16]`.
+fn subtract_from_blocks(mean: &[u16], blocks: &mut [f32]) {
+    for block in blocks.chunks_exact_mut(mean.len() * BLOCK) {
+        for (tokens, &mean) in block.chunks_exact_mut(BLOCK).zip(mean) {
+            tokens.iter_mut().for_each(|x| *x -= widen(mean));
+        }
+    }
+}
+
+/// Adds a row of bf16 times `factor`.
+pub(super) fn add_bf16(row: &mut [f32], other: &[u16], factor: f32) {
+    row.iter_mut().zip(other).for_each(|(x, &other)| *x += factor * widen(other));
 }
 
 /// Replaces each row by what `f` makes of it.

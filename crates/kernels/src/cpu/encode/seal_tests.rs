@@ -2,10 +2,12 @@
 
 use std::sync::Arc;
 
+use half::bf16;
 use oscar_codec::quantise::{RowFormat, quantise_row};
 use oscar_codec::{
-    BandLayout, BandRows, CodeLayout, CodecError, HeadEncoder, HeadIndex, HeadTransform, KeyWidths,
-    KvGeometry, PAGE_TOKENS, PageCodec, RowEncoder, Rule, ScaleType, Side, SquareMatrix,
+    BandLayout, BandRows, CodeLayout, CodecError, HeadEncoder, HeadIndex, HeadTransform, KeyTurning,
+    KeyWidths, KvGeometry, PAGE_TOKENS, PageCodec, PageMeans, RopeLayout, RowEncoder, Rule, ScaleType, Side,
+    SquareMatrix,
 };
 
 use super::kernel::Quantise;
@@ -58,7 +60,7 @@ fn banded(layout: BandLayout) -> PageCodec {
         } else {
             HeadTransform::new(mean, &rotation)
         };
-        HeadEncoder { transform: transform.unwrap(), rows }
+        HeadEncoder { transform: transform.unwrap(), rows, page_means: None }
     };
     let keys = (0..4).map(|_| encoder(true)).collect();
     let values = (0..4).map(|_| encoder(false)).collect();
@@ -119,7 +121,7 @@ fn page(dim: usize, keys: &[f32], values: &[f32]) -> (Vec<u16>, [Vec<f32>; 2]) {
     for (token, (key, value)) in keys.chunks(dim).zip(values.chunks(dim)).enumerate() {
         write_token(&mut page, dim, token, key, value);
     }
-    let round = |rows: &[f32]| rows.iter().map(|&x| half::bf16::from_f32(x).to_f32()).collect();
+    let round = |rows: &[f32]| rows.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
     (page, [round(keys), round(values)])
 }
 
@@ -133,7 +135,11 @@ fn check(codec: PageCodec, head: HeadIndex, keys: &[f32], values: &[f32]) -> Res
     let mut scratch = SealScratch::default();
     for (path, sealer) in sealers(codec) {
         let mut out = vec![0xa5; expected.len()];
-        assert_eq!(sealer.seal(head, &page, &mut out, &mut scratch), verdict, "{format:?} d={dim} {path}");
+        assert_eq!(
+            sealer.seal(head, None, &page, &mut out, &mut scratch),
+            verdict,
+            "{format:?} d={dim} {path}"
+        );
         if let Some(at) = out.iter().zip(&expected).position(|(a, b)| a != b) {
             panic!("{format:?} d={dim} {path}: byte {at} is {:02x} not {:02x}", out[at], expected[at]);
         }
@@ -218,14 +224,14 @@ fn wrong_shapes_are_refused() {
         let page = vec![0; page_elements(64)];
         let mut out = vec![0; sealer.codec().head_bytes(0)];
         let short = out.len() - 1;
-        assert!(sealer.seal(HEADS[0], &page[1..], &mut out, &mut scratch).is_err(), "{path}");
-        assert!(sealer.seal(HEADS[0], &page, &mut out[..short], &mut scratch).is_err(), "{path}");
+        assert!(sealer.seal(HEADS[0], None, &page[1..], &mut out, &mut scratch).is_err(), "{path}");
+        assert!(sealer.seal(HEADS[0], None, &page, &mut out[..short], &mut scratch).is_err(), "{path}");
         let outside = HeadIndex { layer: 2, head: 0 };
-        assert!(sealer.seal(outside, &page, &mut out, &mut scratch).is_err(), "{path}");
+        assert!(sealer.seal(outside, None, &page, &mut out, &mut scratch).is_err(), "{path}");
     }
     for (_, sealer) in sealers(PageCodec::fp8(geometry(33), None).unwrap()) {
         let mut out = vec![0; sealer.codec().head_bytes(0)];
-        let error = sealer.seal(HEADS[0], &[0; 2 * 64 * 33], &mut out, &mut SealScratch::default());
+        let error = sealer.seal(HEADS[0], None, &[0; 2 * 64 * 33], &mut out, &mut SealScratch::default());
         assert!(matches!(error, Err(CodecError::HeadDim { head_dim: 33, .. })));
     }
 }
@@ -393,7 +399,7 @@ fn broken_rows_stay_broken() {
                     let mut rows = Noise::new(10).rows(7 * dim);
                     rows[5 * dim + 17] = bad;
                     sealer.transform_rows(HEADS[0], Side::Key, &mut rows, &mut SealScratch::default());
-                    let broken = |row: &[f32]| row.iter().any(|x| !half::bf16::from_f32(*x).is_finite());
+                    let broken = |row: &[f32]| row.iter().any(|x| !bf16::from_f32(*x).is_finite());
                     for (index, row) in rows.chunks(dim).enumerate() {
                         assert_eq!(broken(row), index == 5, "{path} d={dim}");
                     }
@@ -411,13 +417,57 @@ fn sealing_rows_that_were_transformed_gives_the_pages_of_the_scalar_codec() {
     let codec = one_head(transform, Rule::Search);
     let (mut keys, mut values) = (noise.rows(PAGE_TOKENS * dim), noise.rows(PAGE_TOKENS * dim));
     let mut expected = vec![0; codec.head_bytes(0)];
-    codec.encode_rows(head, Side::Key, &keys, &mut expected).unwrap();
-    codec.encode_rows(head, Side::Value, &values, &mut expected).unwrap();
+    codec.encode_rows(head, Side::Key, 0, &keys, &mut expected).unwrap();
+    codec.encode_rows(head, Side::Value, 0, &values, &mut expected).unwrap();
     let mut scratch = SealScratch::default();
     let sealer = Sealer::new(Isa::detect(), Arc::new(codec));
     sealer.transform_rows(head, Side::Key, &mut keys, &mut scratch);
     sealer.transform_rows(head, Side::Value, &mut values, &mut scratch);
     let mut out = vec![0; expected.len()];
-    sealer.seal(head, &page(dim, &keys, &values).0, &mut out, &mut scratch).unwrap();
+    sealer.seal(head, None, &page(dim, &keys, &values).0, &mut out, &mut scratch).unwrap();
     assert!(out == expected);
+}
+
+/// Pages of keys in bands are centred by their own mean, on every instruction set as the definition has it.
+#[test]
+fn keys_are_sealed_less_the_mean_of_their_page() {
+    let head = HeadIndex { layer: 0, head: 0 };
+    for dim in [48, 64, 128] {
+        let mut noise = Noise::new(30);
+        let layout = BandLayout::int2(dim).unwrap();
+        let rows = RowEncoder::Banded(BandRows { layout, value_rule: Rule::Gaussian });
+        let turning = Arc::new(KeyTurning::new(vec![0.5, 0.01, 1e-4], RopeLayout::Interleaved));
+        let keys = HeadEncoder {
+            transform: HeadTransform::new(Some(noise.rows(dim)), &noise.rotation(dim)).unwrap(),
+            rows,
+            page_means: Some(PageMeans::new(&noise.rows(dim), turning).unwrap()),
+        };
+        let values = HeadEncoder { transform: HeadTransform::identity(dim), rows, page_means: None };
+        let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: dim };
+        let codec = PageCodec::new("bands", geometry, vec![keys], vec![values]).unwrap();
+        let (raw_keys, raw_values) = (noise.rows(PAGE_TOKENS * dim), noise.rows(PAGE_TOKENS * dim));
+        let mut pages = Vec::new();
+        for number in [0, 1, 400] {
+            let mut expected = vec![0; codec.head_bytes(0)];
+            codec.encode_rows(head, Side::Key, number, &raw_keys, &mut expected).unwrap();
+            codec.encode_rows(head, Side::Value, number, &raw_values, &mut expected).unwrap();
+            for (path, sealer) in sealers(codec.clone()) {
+                let mut scratch = SealScratch::default();
+                let (mut keys, mut values) = (raw_keys.clone(), raw_values.clone());
+                sealer.transform_rows(head, Side::Key, &mut keys, &mut scratch);
+                sealer.transform_rows(head, Side::Value, &mut values, &mut scratch);
+                let mean = sealer.page_mean(head, number, &mut scratch).unwrap();
+                let stored = codec.stored_page_mean(head, Side::Key, number).unwrap().unwrap();
+                assert!(
+                    mean.iter().zip(stored).all(|(&bits, x)| bf16::from_bits(bits).to_f32() == x),
+                    "{path}"
+                );
+                let mut out = vec![0; expected.len()];
+                sealer.seal(head, Some(&mean), &page(dim, &keys, &values).0, &mut out, &mut scratch).unwrap();
+                assert!(out == expected, "{path} d={dim} page {number}");
+            }
+            pages.push(expected);
+        }
+        assert!(pages[0] != pages[1] && pages[1] != pages[2], "the mean turns");
+    }
 }

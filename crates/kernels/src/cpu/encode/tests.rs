@@ -87,7 +87,7 @@ impl Case {
         for side in SIDES {
             // A page that is not empty: tokens that are not written must stay as they are.
             let mut expected = vec![0xa5; codec.head_bytes(0)];
-            let verdict = codec.encode_rows(HEAD, side, rows, &mut expected);
+            let verdict = codec.encode_rows(HEAD, side, 0, rows, &mut expected);
             for (path, fast) in paths(codec) {
                 let mut page = vec![0xa5; expected.len()];
                 let result = encode_rows(&fast, side, rows, &mut page);
@@ -212,7 +212,7 @@ fn bad_numbers_are_refused_as_the_scalar_codec_does() {
                 // A second one further on must not be the one that is named.
                 rows[39 * 64 + 40] = f32::NAN;
                 let page = &mut vec![0; codec.head_bytes(0)];
-                let error = codec.encode_rows(HEAD, Side::Key, &rows, page).unwrap_err();
+                let error = codec.encode_rows(HEAD, Side::Key, 0, &rows, page).unwrap_err();
                 assert!(matches!(error, CodecError::NotFinite { row: r, .. } if r == row), "{error}");
                 case.check(&codec, &rows);
             }
@@ -227,7 +227,7 @@ fn lanes_without_a_row_cannot_refuse_one() {
     let transform = HeadTransform::new(Some(mean.clone()), &hadamard::matrix(32)).unwrap();
     let case = Case::new(32, 1, Rule::Gaussian);
     let codec = case.with_transforms(transform.clone(), transform);
-    codec.encode_rows(HEAD, Side::Key, &mean, &mut vec![0; codec.head_bytes(0)]).unwrap();
+    codec.encode_rows(HEAD, Side::Key, 0, &mean, &mut vec![0; codec.head_bytes(0)]).unwrap();
     case.check(&codec, &mean);
 }
 
@@ -274,21 +274,21 @@ fn every_format_round_trips_as_the_scalar_codec_does() {
                 for side in SIDES {
                     let before = Noise::new(count as u64).rows(count * dim);
                     let (mut expected, mut rows) = (before.clone(), before.clone());
-                    codec.round_trip(HEAD, side, &mut expected).unwrap();
-                    fast.round_trip(HEAD, side, &mut rows).unwrap();
+                    codec.round_trip(HEAD, side, 0, &mut expected).unwrap();
+                    fast.round_trip(HEAD, side, 0, &mut rows).unwrap();
                     for (row, expected) in rows.iter().zip(&expected) {
                         assert!((row - expected).abs() < 1e-4, "{path} {count} {side:?}: {row} {expected}");
                     }
                     let mut bad = before.clone();
                     *bad.last_mut().unwrap() = f32::NAN;
                     let untouched: Vec<u32> = bad.iter().map(|x| x.to_bits()).collect();
-                    let error = fast.round_trip(HEAD, side, &mut bad).unwrap_err();
+                    let error = fast.round_trip(HEAD, side, 0, &mut bad).unwrap_err();
                     assert_eq!(error, CodecError::NotFinite { row: count - 1, channel: dim - 1 });
                     assert_eq!(bad.iter().map(|x| x.to_bits()).collect::<Vec<_>>(), untouched);
                 }
             }
             let outside = HeadIndex { layer: 1, head: 0 };
-            assert!(fast.round_trip(outside, Side::Key, &mut vec![0.0; dim]).is_err());
+            assert!(fast.round_trip(outside, Side::Key, 0, &mut vec![0.0; dim]).is_err());
         }
     }
 }

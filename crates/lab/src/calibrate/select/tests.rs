@@ -32,6 +32,7 @@ fn with_sinks(windows: Windows, sinks: &[f32], transform: &HeadTransform, check:
     let queries = queries();
     let metrics = [SquareMatrix::identity(DIM), SquareMatrix::identity(DIM)];
     let held_out = HeldOut {
+        first: 0,
         keys: &keys,
         values: &values,
         queries: &queries,

@@ -28,6 +28,8 @@ pub(super) struct BandLogits<'a> {
     /// sum of the channels.
     pub(super) offsets: &'a [f32],
     pub(super) stride: usize,
+    /// What is added to all logits of each row.
+    pub(super) starts: &'a [f32],
     /// `[rows][64 tokens]`.
     pub(super) logits: &'a mut [f32],
 }
@@ -42,7 +44,7 @@ impl Kernel for BandLogits<'_> {
         assert!(bands.count() > 0 && self.page.len() >= bands.page_bytes() && rows <= stride);
         assert!(self.left.len() >= ((bands.quads() - 1) * stride + rows) * 2 * QUAD);
         assert!(self.units.len().min(self.offsets.len()) >= numbers);
-        assert!(self.logits.len() >= rows * PAGE_TOKENS);
+        assert!(self.logits.len() >= rows * PAGE_TOKENS && self.starts.len() >= rows);
         let mut first = 0;
         while first < rows {
             // SAFETY: the caller promises the instructions, and lengths are as promised, see above and `BandPlaces::new`.
@@ -77,6 +79,9 @@ impl BandLogits<'_> {
             // SAFETY: addresses inside the page, the queries and the logits, by the caller's promise.
             unsafe {
                 let mut logits = [[V::splat(0.0); T]; R];
+                for r in 0..R {
+                    logits[r] = [V::splat(*self.starts.as_ptr().add(row + r)); T];
+                }
                 for (index, place) in self.bands.iter().enumerate() {
                     let band = Band::new(self, index, place, row, token);
                     match place.bits {

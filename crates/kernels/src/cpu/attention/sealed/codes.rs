@@ -40,7 +40,6 @@ const LINE: usize = 64;
 const AHEAD: usize = 4;
 
 /// The largest number of rows that any engine multiplies at once.
-#[cfg(target_arch = "x86_64")]
 const MOST_ROWS: usize = 8;
 
 /// Attends all rows of all heads to all pages; on a machine without vectors there is one head, and `decode` reads one token
@@ -212,11 +211,11 @@ impl<'a, E: Engine> CodeAttention<'a, E> {
         for item in items.iter().take(AHEAD) {
             prefetch_all(item.page);
         }
-        self.multiply_keys(&items, 0);
+        self.multiply_keys(&items[0], 0, work);
         for n in 0..=items.len() {
             self.prefetch(&items, n, 0);
             if n + 1 < items.len() {
-                self.multiply_keys(&items, n + 1);
+                self.multiply_keys(&items[n + 1], n + 1, work);
             }
             self.prefetch(&items, n, 1);
             if n > 0 {
@@ -259,10 +258,13 @@ impl<'a, E: Engine> CodeAttention<'a, E> {
 
     /// Multiplies the keys of item `n`.
     #[inline(always)]
-    fn multiply_keys(&mut self, items: &[WorkItem<'_>], n: usize) {
-        let item = &items[n];
+    fn multiply_keys(&mut self, item: &WorkItem<'_>, n: usize, work: &Work<'_, u8>) {
         if self.shape.has_bands() {
             let first = item.head * self.queries.head_rows + item.rows.start;
+            let mut starts = [0.0; MOST_ROWS];
+            for (row, start) in starts.iter_mut().enumerate().take(item.rows.len()) {
+                *start = work.page_logit(first + row, item.index);
+            }
             return self.engine.simd().run(BandLogits {
                 bands: &self.bands,
                 page: item.page,
@@ -271,6 +273,7 @@ impl<'a, E: Engine> CodeAttention<'a, E> {
                 units: &self.queries.units[first..],
                 offsets: &self.queries.totals[first..],
                 stride: self.queries.rows,
+                starts: &starts,
                 logits: bytemuck::cast_slice_mut(self.key_sums[n % 2]),
             });
         }

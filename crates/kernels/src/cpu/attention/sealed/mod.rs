@@ -57,72 +57,84 @@ use super::work::{Span, Work, scale_queries};
 use crate::cpu::isa::Isa;
 use crate::cpu::simd::Simd;
 
+/// Neighbouring sealed pages of a sequence, for one layer and one KV head or several.
+#[derive(Clone, Copy)]
+pub struct SealedPages<'a> {
+    /// How the pages are stored; [`PageLayout::Bf16`] needs them on even addresses.
+    pub layout: &'a PageLayout,
+    /// The number of the first page in its sequence.
+    pub first: usize,
+    /// `[page][head]`, [`PageLayout::page_bytes`] each. The pages of neighbouring heads are neighbours in a pool, so memory is
+    /// read in longer stretches than head by head.
+    pub bytes: &'a [&'a [u8]],
+    /// What the stored keys of each page are less of, in bf16 and in the same order; empty if that is nothing. For keys in bands only.
+    pub means: &'a [&'a [u16]],
+}
+
 /// [`super::attend`] over sealed pages: adds the tokens of `pages` to the softmax of each row.
 ///
 /// * `q`: `spans.len()` rows of the state's head dimension, rotated as the pages are, not scaled.
 /// * `spans[row]`: the positions of the sequence the row sees. All tokens of a sealed page are there.
-/// * `pages`: pages `first_page..` of the sequence for one layer and KV head, [`PageLayout::page_bytes`] each;
-///   [`PageLayout::Bf16`] needs them on even addresses.
 ///
 /// What is added to the state is in the space of the stored values, that is, rotated.
 pub fn attend_sealed(
     isa: Isa,
-    layout: &PageLayout,
+    pages: SealedPages<'_>,
     q: &[f32],
     scale: f32,
     spans: &[Span],
-    first_page: usize,
-    pages: &[&[u8]],
     scratch: &mut AttentionScratch,
     state: &mut SoftmaxState,
 ) {
-    let states = std::slice::from_mut(state);
-    attend_sealed_heads(isa, layout, q, scale, spans, first_page, pages, scratch, states);
+    attend_sealed_heads(isa, pages, q, scale, spans, scratch, std::slice::from_mut(state));
 }
 
-/// [`attend_sealed`] for several KV heads, each with its own state, pages and queries, and rows that see the same.
-///
-/// * `q`: `[head][row]`.
-/// * `pages`: `[page][head]`. The pages of neighbouring heads are neighbours in a pool, so memory is read in longer
-///   stretches than head by head.
+/// [`attend_sealed`] for several KV heads, each with its own state, pages and queries (`[head][row]`), and rows that see the
+/// same.
 pub fn attend_sealed_heads(
     isa: Isa,
-    layout: &PageLayout,
+    pages: SealedPages<'_>,
     q: &[f32],
     scale: f32,
     spans: &[Span],
-    first_page: usize,
-    pages: &[&[u8]],
     scratch: &mut AttentionScratch,
     states: &mut [SoftmaxState],
 ) {
+    let SealedPages { layout, first, bytes, means } = pages;
     let heads = states.len();
     let d = states.first().map_or(0, SoftmaxState::head_dim);
     assert!(states.iter().all(|state| state.head_dim() == d), "states of different head dimensions");
     assert!(states.is_empty() || layout.head_dim() == d, "pages of another head dimension");
     assert_eq!(q.len(), heads * spans.len() * d, "queries of {heads} x {} rows of {d} channels", spans.len());
     assert!(states.iter().all(|state| state.rows() == spans.len()), "a state for other rows");
-    assert!(pages.iter().all(|page| page.len() == layout.page_bytes()), "pages of another size");
+    assert!(bytes.iter().all(|page| page.len() == layout.page_bytes()), "pages of another size");
+    assert!(
+        means.is_empty() || means.len() == bytes.len() && matches!(layout, PageLayout::Banded(_)),
+        "means of other pages, or of keys that are not in bands"
+    );
+    assert!(means.iter().all(|mean| mean.len() == d), "means of another head dimension");
     let simd = Simd::new(isa);
     if spans.is_empty() || d == 0 {
         return;
     }
-    assert!(pages.len().is_multiple_of(heads), "{} pages of {heads} heads", pages.len());
+    assert!(bytes.len().is_multiple_of(heads), "{} pages of {heads} heads", bytes.len());
     if heads > 1 && !reads_heads_together(isa, layout, spans.len()) {
         for (head, (q, state)) in q.chunks_exact(spans.len() * d).zip(states).enumerate() {
-            let pages: Vec<&[u8]> = pages.iter().skip(head).step_by(heads).copied().collect();
-            attend_sealed(isa, layout, q, scale, spans, first_page, &pages, scratch, state);
+            let bytes: Vec<&[u8]> = bytes.iter().skip(head).step_by(heads).copied().collect();
+            let means: Vec<&[u16]> = means.iter().skip(head).step_by(heads).copied().collect();
+            let pages = SealedPages { bytes: &bytes, means: &means, ..pages };
+            attend_sealed(isa, pages, q, scale, spans, scratch, state);
         }
         return;
     }
     if layout.is_bf16() {
-        let pages: Vec<&[u16]> = pages.iter().map(|page| bytemuck::cast_slice(page)).collect();
-        return bf16::attend(isa, q, scale, spans, first_page, &pages, d, scratch, &mut states[0]);
+        let pages: Vec<&[u16]> = bytes.iter().map(|page| bytemuck::cast_slice(page)).collect();
+        return bf16::attend(isa, q, scale, spans, first, &pages, d, scratch, &mut states[0]);
     }
 
     let mut queries = std::mem::take(&mut scratch.queries);
     let q = scale_queries(q, scale, queries.at_least(q.len()));
-    let work = Work { q, spans, first_page, pages, d };
+    let work = Work { q, spans, first_page: first, pages: bytes, means, d };
     let decode = |page: &[u8], side, token, row: &mut [f32]| layout.decode_token(page, side, token, row);
     match layout {
         PageLayout::Codes(layout) => {

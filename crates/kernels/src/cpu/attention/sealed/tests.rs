@@ -1,3 +1,4 @@
+use half::bf16;
 use oscar_codec::{BandLayout, Bf16Layout, CodeLayout, Fp8Layout, KeyWidths, PAGE_TOKENS, ScaleType, Side};
 use oscar_random::Random;
 
@@ -12,6 +13,8 @@ struct Sealed {
     layout: PageLayout,
     d: usize,
     pages: Vec<Vec<u8>>,
+    /// What the stored keys of each page are less of; empty if that is nothing.
+    means: Vec<Vec<u16>>,
     keys: Vec<f64>,
     values: Vec<f64>,
 }
@@ -108,6 +111,19 @@ impl Sealed {
         sealed
     }
 
+    /// The same keys and values with a mean for each page, which is as large as its keys.
+    fn with_means(mut self, random: &mut Random) -> Sealed {
+        let d = self.d;
+        for keys in self.keys.chunks_exact_mut(PAGE_TOKENS * d) {
+            let mean: Vec<bf16> = random.signed_vec(d).iter().map(|x| bf16::from_f32(3.0 * x)).collect();
+            for key in keys.chunks_exact_mut(d) {
+                key.iter_mut().zip(&mean).for_each(|(x, mean)| *x += mean.to_f64());
+            }
+            self.means.push(mean.into_iter().map(bf16::to_bits).collect());
+        }
+        self
+    }
+
     fn fp8(d: usize, pages: usize, random: &mut Random) -> Sealed {
         let layout = Fp8Layout::new(d).unwrap();
         let mut sealed = Sealed::empty(PageLayout::Fp8(layout), d, pages);
@@ -131,7 +147,7 @@ impl Sealed {
             let mut elements = vec![0u16; Bf16Layout::new(d).elements()];
             for token in 0..PAGE_TOKENS {
                 let mut rows = [random.signed_vec(d), random.signed_vec(d)];
-                rows.iter_mut().flatten().for_each(|x| *x = half::bf16::from_f32(*x).to_f32());
+                rows.iter_mut().flatten().for_each(|x| *x = bf16::from_f32(*x).to_f32());
                 write_token(&mut elements, d, token, &rows[0], &rows[1]);
                 sealed.keys.extend(rows[0].iter().copied().map(f64::from));
                 sealed.values.extend(rows[1].iter().copied().map(f64::from));
@@ -143,7 +159,7 @@ impl Sealed {
 
     fn empty(layout: PageLayout, d: usize, pages: usize) -> Sealed {
         let pages = vec![vec![0; layout.page_bytes()]; pages];
-        Sealed { layout, d, pages, keys: Vec::new(), values: Vec::new() }
+        Sealed { layout, d, pages, means: Vec::new(), keys: Vec::new(), values: Vec::new() }
     }
 
     fn side(&mut self, side: Side) -> &mut Vec<f64> {
@@ -195,13 +211,15 @@ impl Sealed {
         spans: &[Span],
         ranges: &[usize],
     ) -> Vec<f32> {
-        let pages: Vec<&[u8]> = self.pages.iter().map(Vec::as_slice).collect();
+        let bytes: Vec<&[u8]> = self.pages.iter().map(Vec::as_slice).collect();
+        let means: Vec<&[u16]> = self.means.iter().map(Vec::as_slice).collect();
         let (mut parts, mut first) = (Vec::new(), 0);
-        for &end in ranges.iter().chain([&pages.len()]) {
+        for &end in ranges.iter().chain([&bytes.len()]) {
             let mut state = SoftmaxState::default();
             state.reset(spans.len(), self.d);
-            let pages = &pages[first..end];
-            attend_sealed(isa, &self.layout, q, scale, spans, first, pages, scratch, &mut state);
+            let means = means.get(first..end).unwrap_or_default();
+            let pages = SealedPages { layout: &self.layout, first, bytes: &bytes[first..end], means };
+            attend_sealed(isa, pages, q, scale, spans, scratch, &mut state);
             parts.push(state);
             first = end;
         }
@@ -335,7 +353,11 @@ fn bands_of_every_shape_agree_with_the_definition() {
 fn all_formats(d: usize, pages: usize, random: &mut Random) -> Vec<Sealed> {
     let of_widths = KeyWidths::menu(d).map(|widths| BandLayout::of_widths(d, widths));
     let layouts = of_widths.chain([BandLayout::int15(d), BandLayout::high(d)]).flatten();
-    let bands: Vec<Sealed> = layouts.map(|layout| Sealed::banded(layout, pages, random)).collect();
+    let mut bands: Vec<Sealed> = layouts.map(|layout| Sealed::banded(layout, pages, random)).collect();
+    for layout in [BandLayout::int2(d), BandLayout::high(d)].into_iter().flatten() {
+        let sealed = Sealed::banded(layout, pages, random);
+        bands.push(sealed.with_means(random));
+    }
     let others = [
         Sealed::usual(CodeLayout::new(2, d, 2).unwrap(), ScaleType::F16, pages, random),
         Sealed::usual(CodeLayout::new(4, d, 1).unwrap(), ScaleType::Bf16, pages, random),
@@ -515,14 +537,17 @@ fn a_head_does_not_depend_on_the_others() {
         for rows in [1, 3, 11] {
             let q = random.signed_vec(HEADS * rows * d);
             let spans: Vec<Span> = (0..rows).map(|row| Span { from: 70 + row, to: 400 - 9 * row }).collect();
-            let pages: Vec<&[u8]> =
+            let bytes: Vec<&[u8]> =
                 (0..7).flat_map(|page| heads.iter().map(move |head| head.pages[page].as_slice())).collect();
+            let means: Vec<&[u16]> = (0..7)
+                .flat_map(|page| heads.iter().filter_map(move |head| Some(head.means.get(page)?.as_slice())))
+                .collect();
             for isa in Isa::available() {
                 let mut states = vec![SoftmaxState::default(); HEADS];
                 states.iter_mut().for_each(|state| state.reset(rows, d));
                 let scratch = &mut AttentionScratch::default();
-                let format = &heads[0].layout;
-                attend_sealed_heads(isa, format, &q, 0.2, &spans, 0, &pages, scratch, &mut states);
+                let pages = SealedPages { layout: &heads[0].layout, first: 0, bytes: &bytes, means: &means };
+                attend_sealed_heads(isa, pages, &q, 0.2, &spans, scratch, &mut states);
                 for (head, q) in q.chunks_exact(rows * d).enumerate() {
                     let alone = heads[head].attend(isa, q, 0.2, &spans, &[]);
                     // Merging into an empty state, as `attend` does, changes nothing.
@@ -655,7 +680,9 @@ fn tiers_merge_in_one_state() {
             let scratch = &mut scratch;
             let first = [Span::up_to(PAGE_TOKENS); 6];
             super::super::attend(isa, &q, 0.3, &first, 0, &elements, d, scratch, &mut state);
-            attend_sealed(isa, &sealed.layout, &q, 0.3, &[middle; 6], 0, &bytes, scratch, &mut state);
+            let means: Vec<&[u16]> = sealed.means.iter().map(Vec::as_slice).collect();
+            let pages = SealedPages { layout: &sealed.layout, first: 0, bytes: &bytes, means: &means };
+            attend_sealed(isa, pages, &q, 0.3, &[middle; 6], scratch, &mut state);
             super::super::attend(isa, &q, 0.3, &[tail; 6], 5, &elements[5..], d, scratch, &mut state);
             let out = finish(&[&state]);
 
