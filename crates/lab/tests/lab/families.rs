@@ -58,7 +58,7 @@ fn calibrated(name: &str, model: &Model) -> (RotationFile, Certificate) {
 
 /// Mean KL of the model with a cache from the model with an exact one.
 fn divergences<const N: usize>(model: &Model, file: &RotationFile, codecs: [&str; N]) -> [f64; N] {
-    let source = CodecSource::new(&model, Some(file));
+    let source = CodecSource::new(model, Some(file));
     let mut comparison = CodecComparison::new(model.clone(), 512).unwrap();
     comparison.set_text(&tokens(10, 400), 0, 64, |_| ()).unwrap();
     codecs.map(|codec| {
