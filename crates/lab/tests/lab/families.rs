@@ -176,7 +176,7 @@ fn old_rotation_files_are_named_as_such() {
     layers.for_each(|layer| layer.keys.bands = None);
     safetensors::write(&path, &file).unwrap();
     let bytes = std::fs::read(&path).unwrap();
-    let at = bytes.windows(13).position(|bytes| bytes == b"\"version\":\"3\"").unwrap();
+    let at = bytes.windows(13).position(|bytes| bytes == b"\"version\":\"4\"").unwrap();
     std::fs::write(&path, [&bytes[..at], b"\"version\":\"2\"", &bytes[at + 13..]].concat()).unwrap();
     let plan = settled(CacheType::Int2);
     assert!(matches!(plan.codec.unwrap().layout(0), PageLayout::Codes(_)));
