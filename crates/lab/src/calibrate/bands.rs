@@ -91,7 +91,9 @@ pub fn choose(
     let mixing = band_mixing(&layout);
     let (covariances, page_means) = match centring {
         Centring::OneMean => ([moments.key_covariance(), moments.weighted_key_covariance()], None),
-        Centring::PageMeans => (moments.page_centred_covariances(), Some(moments.page_means())),
+        Centring::PageMeans => {
+            (moments.page_centred_covariances(), Some(moments.page_means().map_err(&failed)?))
+        }
     };
     let ways: Vec<(&SquareMatrix, f64)> =
         covariances.iter().flat_map(|keys| QUERY_EXPONENTS.map(|alpha| (keys, alpha))).collect();

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use half::bf16;
 use ndarray::linalg::general_mat_mul;
 use ndarray::{ArrayView2, ArrayViewMut2, s};
-use oscar_codec::{KeyTurning, PAGE_TOKENS, PageMeans, SquareMatrix};
+use oscar_codec::{CodecError, KeyTurning, PAGE_TOKENS, PageMeans, SquareMatrix};
 use rayon::prelude::*;
 
 use super::spread::Positions;
@@ -213,7 +213,8 @@ impl HeadMoments {
         let one_mean = centred(&mut |_| mean.clone());
         let weights = energies(&metric, &one_mean).into_iter().map(|it| it / usual);
         self.weighted_keys.add(one_mean.chunks_exact(dim).zip(weights));
-        let page_means = self.page_means();
+        // Keys that are not finite are an error of the fit, which says where they are.
+        let Ok(page_means) = self.page_means() else { return };
         let centred = centred(&mut |page| page_means.of_page(page));
         let of_keys = energies(&metric, &centred);
         // The mean over these keys, which are about as many in every sequence.
@@ -230,9 +231,9 @@ impl HeadMoments {
         [plain, both]
     }
 
-    /// The mean key of every page.
-    pub fn page_means(&self) -> PageMeans {
-        PageMeans::new(&self.unturned_key_mean(), self.turning.clone()).expect("finite means of whole rows")
+    /// The mean key of every page. An error if the model computed keys that are not finite.
+    pub fn page_means(&self) -> Result<PageMeans, CodecError> {
+        PageMeans::new(&self.unturned_key_mean(), self.turning.clone())
     }
 
     /// Mean key behind the sink before rotary embedding.
@@ -366,6 +367,21 @@ mod tests {
             assert!((variance - 1.0 / 12.0).abs() < 0.02, "channel {channel}: {variance}");
         }
         assert!(moments.key_covariance().trace() > 10.0, "one mean leaves what turns");
+    }
+
+    /// A model that computes NaN is an error and no panic.
+    #[test]
+    fn keys_that_are_not_finite_have_no_page_means() {
+        let heads = HeadCounts { query: 1, kv: 1, dim: 4 };
+        let mut qkv = numbers(100 * heads.qkv_cols(), 7);
+        qkv[80 * heads.qkv_cols() + 5] = f32::NAN;
+        let attended = numbers(100 * heads.dim, 8);
+        let rows = ObservedRows { heads, qkv: &qkv, attended: &attended };
+        let positions = Positions::spread(100, 0);
+        let mut moments = HeadMoments::new(heads.dim, still());
+        moments.add(&rows, 0, &positions);
+        moments.add_weighted_keys(&rows.stored(0).0, &positions);
+        assert!(moments.page_means().is_err());
     }
 
     /// Numbers in [-0.5, 0.5).
