@@ -154,6 +154,7 @@ pub fn resident<B: Backend>(
             codec: Arc::clone(codec),
             slots: tables.sealed_slots,
             windows,
+            sequence_pages: length.div_ceil(PAGE_TOKENS),
             high: None,
         }),
         host: HostSlots::default(),

@@ -9,6 +9,7 @@ use oscar_codec::fp8::e4m3_to_f32;
 use oscar_codec::{BandLayout, CodeLayout, Fp8Layout, KeyWidths, PAGE_TOKENS, PageLayout, ScaleType, Side};
 use oscar_kernels::cuda::PageOrder;
 
+use crate::call::Call;
 use crate::memory::{Access, Fault};
 use crate::source::Source;
 
@@ -184,6 +185,23 @@ const MOST_KNOWN: usize = 4096;
 fn count(source: &Source, name: &str) -> Result<usize, Fault> {
     let number = source.number(name)?;
     usize::try_from(number).map_err(|_| format!("{name} is {number}"))
+}
+
+/// The mean keys of pages, `[page][KV head][channel]` in bf16, if the kernel was given some.
+pub(crate) fn page_mean(
+    call: &Call<'_>,
+    page: usize,
+    [kv_heads, head]: [usize; 2],
+    head_dim: usize,
+) -> Result<Option<Vec<f32>>, Fault> {
+    let Some(means) = call.arguments.optional("means")? else { return Ok(None) };
+    let at = means + (2 * (page * kv_heads + head) * head_dim) as u64;
+    Ok(Some(widened(&call.memory.read::<u16>(at, head_dim)?)))
+}
+
+/// Numbers of bf16.
+pub(crate) fn widened(bits: &[u16]) -> Vec<f32> {
+    bits.iter().map(|&bits| f32::from_bits(u32::from(bits) << 16)).collect()
 }
 
 /// The format of sealed pages that macros describe, if they describe one.

@@ -203,6 +203,7 @@ fn fill(backend: &CpuBackend, rope: &Rope, shape: Shape, context: usize, seal: b
             codec: Arc::new(int2(shape)),
             slots: history.len() + 1,
             windows,
+            sequence_pages: last + 1,
             high: None,
         }),
         host: HostSlots::default(),

@@ -200,6 +200,7 @@ mod tests {
             codec: codec.clone(),
             slots: 4,
             windows: PageWindows { sink: 0, recent: 0 },
+            sequence_pages: 3,
             high: Some(HighSpec { codec, slots: 3 }),
         });
         let rope = Rope { inverse_frequencies: vec![1.0; 2], magnitude: 1.0, layout: RopeLayout::Halves };

@@ -454,6 +454,7 @@ impl Batch {
             offset: 0,
             stride: kernel.orders()[pool].page_bytes() * kv_heads,
             scratch: None,
+            means: None,
         };
         // Matrices of another layer come first, and are poison.
         let second = |numbers: &[f32]| {

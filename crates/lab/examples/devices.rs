@@ -89,6 +89,7 @@ fn logits<B: Backend>(
             codec: Arc::clone(codec),
             slots: pages + 1,
             windows: WINDOWS,
+            sequence_pages: pages,
             high: None,
         }),
         host: HostSlots::default(),

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use oscar_codec::{KvGeometry, Rule, hadamard};
 
-use crate::rotation::{LayerRotations, RotationFile, RotationHeader, SideRotations};
+use crate::rotation::{LayerRotations, PageCentred, RotationFile, RotationHeader, SideRotations};
 
 /// Rotations of a geometry that know nothing of a model.
 pub(crate) fn hadamard_rotations(model: &str, geometry: KvGeometry) -> RotationFile {
@@ -16,7 +16,10 @@ pub(crate) fn hadamard_rotations(model: &str, geometry: KvGeometry) -> RotationF
         means: Some(vec![vec![0.0; head_dim]; kv_heads]),
         metrics: None,
         bands: bands.then(|| vec![matrix.clone(); kv_heads]),
-        page_centred: None,
+        page_centred: bands.then(|| PageCentred {
+            unturned_means: vec![vec![0.0; head_dim]; kv_heads],
+            bands: vec![matrix.clone(); kv_heads],
+        }),
         rules: vec![Rule::Search; kv_heads],
     };
     let layer = LayerRotations { keys: side(true), values: side(false) };

@@ -6,13 +6,14 @@
 use std::path::PathBuf;
 
 use oscar_codec::{
-    BandLayout, BandRows, CodeLayout, CodecError, HeadEncoder, HeadTransform, KvGeometry, PageCodec,
-    PageLayout, RowEncoder, Rule, hadamard,
+    BandLayout, CodeLayout, CodecError, HeadEncoder, HeadTransform, KvGeometry, PageCodec, PageLayout, Rule,
+    hadamard,
 };
 use oscar_kernels::cuda::{Device, PageOrder};
 use serde::Serialize;
 
 use super::attention::CudaBenchError;
+use super::page_means::centred_codec;
 use super::pages::measure_sealing;
 
 /// A measurement of sealing on a card.
@@ -112,11 +113,7 @@ fn int2(geometry: KvGeometry, groups: usize, rule: Rule) -> Result<PageCodec, Co
 
 /// Keys in bands, and a rule for values.
 fn banded(geometry: KvGeometry, value_rule: Rule) -> Result<PageCodec, CodecError> {
-    let KvGeometry { layers, kv_heads, head_dim } = geometry;
-    let rows = RowEncoder::Banded(BandRows { layout: BandLayout::int2(head_dim)?, value_rule });
-    let encoder = HeadEncoder { transform: HeadTransform::identity(head_dim), rows, page_means: None };
-    let encoders = vec![encoder; layers * kv_heads];
-    PageCodec::new("int2", geometry, encoders.clone(), encoders)
+    centred_codec(geometry, BandLayout::int2(geometry.head_dim)?, value_rule)
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@ use oscar_kernels::cuda::{
 };
 use oscar_random::Random;
 
+use super::page_means::CentredPages;
 use super::read::ReadAll;
 
 /// A batch of sequences of one length.
@@ -109,6 +110,9 @@ pub fn read_ceiling(device: &Arc<Device>) -> Result<f64, CudaError> {
     Ok(bytes as f64 / best)
 }
 
+/// Layers that have mean keys of their own, at most.
+const MEAN_LAYERS: usize = 48;
+
 /// The bf16 and the sealed slots of a sequence.
 type PageTables = (Vec<Option<ExactSlot>>, Vec<Option<SealedSlot>>);
 
@@ -168,9 +172,12 @@ pub fn measure(device: &Arc<Device>, case: &DecodeCase) -> Result<MeasuredDecode
     let scale = 1.0 / (case.shape.head_dim as f32).sqrt();
     let device_queries = device.stream().clone_htod(&queries)?;
     let mut out = device.stream().clone_htod(&vec![f32::NAN; numbers])?;
+    // Enough that none is in a cache when its turn comes.
+    let mean_layers = layers.min(MEAN_LAYERS);
+    let centred = CentredPages::new(device, case.shape.sealed, heads, mean_layers, pages)?;
     let mut launch = |layer: usize| {
         let (offset, stride) = view(0, &exact, pages - sealed_pages, layer);
-        let exact = PoolView { memory: &exact, first: 0, offset, stride, scratch: None };
+        let exact = PoolView { memory: &exact, first: 0, offset, stride, scratch: None, means: None };
         let (offset, stride) = view(1, &sealed, sealed_pages, layer);
         let sealed = (sealed_pages > 0).then_some(PoolView {
             memory: &sealed,
@@ -178,6 +185,7 @@ pub fn measure(device: &Arc<Device>, case: &DecodeCase) -> Result<MeasuredDecode
             offset,
             stride,
             scratch: None,
+            means: centred.as_ref().and_then(|centred| centred.table.of_layer(layer % centred.layers)),
         });
         kernel.launch(&mut plan, exact, sealed, &device_queries, scale, &mut out)
     };
@@ -194,11 +202,18 @@ pub fn measure(device: &Arc<Device>, case: &DecodeCase) -> Result<MeasuredDecode
             false => (0, ExactSlot::table_entry(exact[page])),
             true => (1, SealedSlot::table_entry(sealed[page])),
         };
-        &samples[pool].rows[slot as usize * heads % SAMPLES]
+        let rows = &samples[pool].rows[slot as usize * heads % SAMPLES];
+        match &centred {
+            Some(centred) if pool == 1 => centred.with_mean(page, rows),
+            _ => rows.clone(),
+        }
     };
+    let held: Vec<[Vec<f32>; 2]> = (0..pages).map(rows).collect();
     let width = case.shape.group * case.shape.head_dim;
     let error =
-        relative_error(&queries[..width], &got[..width], case.shape.head_dim, scale, case.tokens, rows);
+        relative_error(&queries[..width], &got[..width], case.shape.head_dim, scale, case.tokens, |page| {
+            &held[page]
+        });
     let (registers, spilled) = kernel.resources()?;
     Ok(MeasuredDecode {
         seconds: seconds[seconds.len() / 2] / layers as f64,

@@ -5,6 +5,7 @@
 //! | `attention` | decode attention: every format, batch and context, as `oscar bench attention` shows it |
 //! | `codec` | sealing by format and rule, as `oscar bench codec` shows it |
 //! | `decode` | one case of decode attention, timed and compared with f64 |
+//! | `page_means` | keys that are centred page by page |
 //! | `pages` | one case of sealing or writing |
 //! | `prefill` | attention of prompts, as `oscar bench attention --prompt-tokens` shows it |
 //! | `read` | the kernel of the read ceiling |
@@ -12,6 +13,7 @@
 mod attention;
 mod codec;
 mod decode;
+mod page_means;
 mod pages;
 mod prefill;
 mod read;

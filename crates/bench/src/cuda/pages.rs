@@ -9,10 +9,13 @@ use oscar_codec::{ExactSlot, KvGeometry, PAGE_TOKENS, PageCodec, SealedSlot};
 use oscar_kernels::backend::{Rope, RopeLayout, SealPage};
 use oscar_kernels::cuda::reference::shuffled;
 use oscar_kernels::cuda::write::{HeadNorm, HeadNorms, RowTarget};
-use oscar_kernels::cuda::{CudaError, Device, PageSealer, RowWriter, SealPools, WritePools};
+use oscar_kernels::cuda::{CudaError, Device, PageMeanTable, PageSealer, RowWriter, SealPools, WritePools};
 use oscar_random::Random;
 
 use super::decode::replay;
+
+/// Pages of a sequence, which have means of their own.
+const SEQUENCE_PAGES: usize = 512;
 
 /// The measurement of sealing or writing.
 #[derive(Clone, Copy, Debug)]
@@ -41,6 +44,7 @@ pub fn measure_sealing(
     let bytes = pages * slot;
     let launches = pool_bytes.div_ceil(bytes.max(1)).clamp(1, 4096);
     let slots = launches * pages + 1;
+    let page_means = PageMeanTable::new(device, codec, SEQUENCE_PAGES)?;
     let mut random = Random::new(3);
     let exact = random_pool(device, slots * slot, &mut random)?;
     let mut sealed = device.zeroed(slots * codec.page_bytes())?;
@@ -48,16 +52,23 @@ pub fn measure_sealing(
     let due: Vec<SealPage> = from
         .iter()
         .zip(&to)
-        .filter_map(|(from, to)| {
+        .enumerate()
+        .filter_map(|(index, (from, to))| {
             let (exact, sealed) = (ExactSlot::new(from + 1)?, SealedSlot::new(to + 1)?);
-            Some(SealPage { page: 0, exact, sealed })
+            Some(SealPage { page: index % SEQUENCE_PAGES, exact, sealed })
         })
         .collect();
     let lists = due.chunks(pages.max(1)).map(|part| sealer.list(part)).collect::<Result<Vec<_>, _>>()?;
     let layers = 0..geometry.layers;
     let seconds = replay(device, passes, || {
         lists.iter().try_for_each(|list| {
-            let pools = SealPools { exact: &exact, scratch: None, sealed: &mut sealed, first_sealed: 0 };
+            let pools = SealPools {
+                exact: &exact,
+                scratch: None,
+                sealed: &mut sealed,
+                first_sealed: 0,
+                page_means: page_means.as_ref(),
+            };
             sealer.launch(list, layers.clone(), slots, pools)
         })
     })?;

@@ -14,6 +14,7 @@ use serde::Serialize;
 
 use super::attention::CudaBenchError;
 use super::decode::{SAMPLES, SamplePages, relative_error, replay};
+use super::page_means::CentredPages;
 use crate::formats::PageFormat;
 
 /// A measurement of attention of prompts on a card.
@@ -152,11 +153,20 @@ fn measure(
         samples.each_ref().map(|pages_| pages_.fill(device, (pages + 1) * kv_heads));
     let (exact_pool, sealed_pool) = (exact_pool?, sealed_pool?);
     fn view<'a>(memory: &'a cudarc::driver::CudaSlice<u8>, order: &PageOrder, heads: usize) -> PoolView<'a> {
-        PoolView { memory, first: 0, offset: 0, stride: order.page_bytes() * heads, scratch: None }
+        PoolView {
+            memory,
+            first: 0,
+            offset: 0,
+            stride: order.page_bytes() * heads,
+            scratch: None,
+            means: None,
+        }
     }
+    let centred = CentredPages::new(device, sealed, kv_heads, 1, pages)?;
+    let means = centred.as_ref().and_then(|centred| centred.table.of_layer(0));
     let pools = PrefillPools {
         exact: view(&exact_pool, &orders[0], kv_heads),
-        sealed: Some(view(&sealed_pool, &orders[1], kv_heads)),
+        sealed: Some(PoolView { means, ..view(&sealed_pool, &orders[1], kv_heads) }),
         sink: sink * PAGE_TOKENS,
     };
     let stride = kv_heads * group * head_dim;
@@ -172,12 +182,17 @@ fn measure(
     device.synchronise()?;
     let held = |page: usize| {
         let pool = usize::from(is_sealed(page));
-        &samples[pool].rows[(slots[page] as usize + 1) * kv_heads % SAMPLES]
+        let rows = &samples[pool].rows[(slots[page] as usize + 1) * kv_heads % SAMPLES];
+        match &centred {
+            Some(centred) if pool == 1 => centred.with_mean(page, rows),
+            _ => rows.clone(),
+        }
     };
+    let held: Vec<[Vec<f32>; 2]> = (0..pages).map(held).collect();
     let width = group * head_dim;
     let error = [0, rows - 1].map(|row| {
         let row_of = |numbers: &[f32]| numbers[row * stride..row * stride + width].to_vec();
-        relative_error(&row_of(&queries), &row_of(&got), head_dim, scale, start + row + 1, held)
+        relative_error(&row_of(&queries), &row_of(&got), head_dim, scale, start + row + 1, |page| &held[page])
     });
     Ok(Measured {
         seconds: seconds[seconds.len() / 2],

@@ -98,6 +98,7 @@ impl<B: Backend> Core<B> {
                 codec: Arc::clone(codec),
                 slots: slots.sealed,
                 windows: budget.windows,
+                sequence_pages: budget.context.div_ceil(PAGE_TOKENS),
                 high: high.map(|codec| HighSpec { codec, slots: slots.high }),
             }),
             host: match options.kv.host_memory {

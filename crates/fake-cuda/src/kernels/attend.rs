@@ -4,7 +4,7 @@
 use super::{add_multiple, dot};
 use crate::call::{Call, Record, Table};
 use crate::memory::Fault;
-use crate::pages::Order;
+use crate::pages::{Order, page_mean};
 
 /// What becomes of the result of a segment.
 const LEFT: i32 = 1;
@@ -197,10 +197,16 @@ impl Launch<'_> {
                 tokens.end = tokens.end.min(s.tokens.saturating_sub(page * 64)).max(first);
             }
             let rows = order.rows(memory, self.page(s, page, order.bytes())?)?;
+            let mean = match s.history {
+                true => page_mean(self.call, page, [a.count("kv_heads")?, s.head], d)?,
+                false => None,
+            };
             let [keys, values] = [&rows[0], &rows[1]].map(|side| &side[tokens.start * d..tokens.end * d]);
             for (query, state) in queries.chunks_exact(d).zip(&mut states) {
                 let scale = a.float("scale")?;
-                let logits: Vec<f32> = keys.chunks_exact(d).map(|key| dot(query, key) * scale).collect();
+                let more = mean.as_ref().map_or(0.0, |mean| dot(query, mean));
+                let logits: Vec<f32> =
+                    keys.chunks_exact(d).map(|key| (more + dot(query, key)) * scale).collect();
                 state.add(&logits, values);
             }
             at = end;

@@ -5,7 +5,7 @@ use super::attend::State;
 use super::dot;
 use crate::call::Call;
 use crate::memory::Fault;
-use crate::pages::Order;
+use crate::pages::{Order, page_mean};
 
 const PAGE: i32 = 64;
 /// Rows of a block: tokens times the query heads of a KV head.
@@ -141,10 +141,16 @@ fn block(call: &Call<'_>, walk: &Walk, head: usize, orders: [&Order; 2]) -> Resu
         let at = page_of(call, walk, turn, head, order.bytes())?;
         let page = order.rows(memory, at)?;
         let [keys, values] = &*page;
+        let mean = match turn.sealed {
+            true => page_mean(call, turn.page as usize, [call.grid[1], head], d)?,
+            false => None,
+        };
         for row in &mut rows {
             let seen = walk.seen(turn, row.position, row.end);
             let keys = &keys[seen.start * d..seen.end * d];
-            let logits: Vec<f32> = keys.chunks_exact(d).map(|key| dot(&row.query, key) * scale).collect();
+            let more = mean.as_ref().map_or(0.0, |mean| dot(&row.query, mean));
+            let logits: Vec<f32> =
+                keys.chunks_exact(d).map(|key| (more + dot(&row.query, key)) * scale).collect();
             row.state.add(&logits, &values[seen.start * d..seen.end * d]);
         }
         turn = walk.next(turn);

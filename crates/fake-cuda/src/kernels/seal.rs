@@ -5,9 +5,11 @@ use oscar_codec::{BandRows, CodeRows, PAGE_TOKENS, PageLayout, RowEncoder, Rule,
 
 use crate::call::Call;
 use crate::memory::Fault;
+use crate::pages::widened;
 
 const COPIED: u32 = 0;
 const NO_HISTORY: u32 = 2;
+const NOT_CENTRED: u32 = u32::MAX;
 
 /// The rule that a number stands for: its kind, and from bit 8 on the rank of the magnitude to clip at.
 fn rule_of(bits: u32, head_dim: usize) -> Result<Rule, Fault> {
@@ -47,11 +49,11 @@ pub(super) fn seal(call: &Call<'_>) -> Result<(), Fault> {
     for block in 0..call.grid[0] {
         let (head, rest) = (block % kv_heads, block / kv_heads);
         let layer = a.count("first_layer")? + rest % layers_here;
-        let described = memory.read::<u32>(a.pointer("layers")? + (8 * layer) as u64, 2)?;
+        let described = memory.read::<u32>(a.pointer("layers")? + (12 * layer) as u64, 3)?;
         if described[1] == NO_HISTORY {
             continue;
         }
-        let slots = memory.read::<u32>(a.pointer("pages")? + (8 * (rest / layers_here)) as u64, 2)?;
+        let slots = memory.read::<u32>(a.pointer("pages")? + (12 * (rest / layers_here)) as u64, 3)?;
         let (slot, exact_slots) = (slots[0] as usize, a.count("exact_slots")?);
         let source = if slot < exact_slots {
             let page = (slot * a.count("all_layers")? + layer) * kv_heads + head;
@@ -76,6 +78,12 @@ pub(super) fn seal(call: &Call<'_>) -> Result<(), Fault> {
             memory.copy(source, target, bytes)?;
             continue;
         }
+        let mut mean = vec![0.0; d];
+        if described[2] != NOT_CENTRED {
+            let page = described[2] as usize * a.count("mean_pages")? + slots[2] as usize;
+            let at = a.pointer("means")? + (2 * (page * kv_heads + head) * d) as u64;
+            mean = widened(&memory.read::<u16>(at, d)?);
+        }
         let layout = sealed.order.layout();
         let mut page = vec![0; layout.page_bytes()];
         for (index, side) in [Side::Key, Side::Value].into_iter().enumerate() {
@@ -83,7 +91,11 @@ pub(super) fn seal(call: &Call<'_>) -> Result<(), Fault> {
             let rule = memory.get::<u32>(a.pointer("rules")? + 4 * rule as u64)?;
             let encoder = encoder(call, layout, rule)?;
             for (token, row) in rows[index].chunks_exact(d).enumerate() {
-                encoder.write_token(&mut page, side, token, row).map_err(|error| error.to_string())?;
+                let mut row = row.to_vec();
+                if side == Side::Key {
+                    row.iter_mut().zip(&mean).for_each(|(x, mean)| *x -= mean);
+                }
+                encoder.write_token(&mut page, side, token, &row).map_err(|error| error.to_string())?;
             }
         }
         let page = sealed.order.from_cpu(&page).map_err(|error| error.to_string())?;

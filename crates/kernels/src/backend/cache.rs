@@ -40,6 +40,8 @@ pub struct SealedSpec {
     pub slots: usize,
     /// Which pages a query reads exactly.
     pub windows: PageWindows,
+    /// Pages of the longest sequence that the cache may hold.
+    pub sequence_pages: usize,
     /// Sealed pages of a second codec, if some sequences have those instead; see [`Feature::HighTier`](super::Feature::HighTier).
     pub high: Option<HighSpec>,
 }

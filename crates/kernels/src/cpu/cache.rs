@@ -248,7 +248,7 @@ impl Cache {
     pub(super) fn sealing(&mut self, pages: usize) -> Option<Sealing<'_>> {
         let Cache { spec, page_len, exact, scratch, sealed, high, means } = self;
         let sealed = sealed.as_mut()?;
-        means.extend(&sealed.sealer, pages);
+        means.extend(&sealed.sealer, pages, spec.sealed.as_ref().map_or(0, |sealed| sealed.sequence_pages));
         let (sealed, high) = (SealTarget::of(sealed), high.as_mut().map(SealTarget::of));
         Some(Sealing { spec, page_len: *page_len, exact, scratch, sealed, high, means })
     }

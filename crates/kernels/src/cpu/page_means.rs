@@ -14,8 +14,9 @@ pub(super) struct PageMeanTable {
 }
 
 impl PageMeanTable {
-    /// Adds what is missing of the first `pages` pages.
-    pub(super) fn extend(&mut self, sealer: &Sealer, pages: usize) {
+    /// Adds what is missing of the first `pages` pages. There is room for `most` from the beginning, which takes memory only when it
+    /// is written.
+    pub(super) fn extend(&mut self, sealer: &Sealer, pages: usize, most: usize) {
         let KvGeometry { layers, kv_heads, head_dim } = sealer.codec().geometry();
         self.layers.resize_with(layers, Vec::new);
         let mut scratch = SealScratch::default();
@@ -23,6 +24,9 @@ impl PageMeanTable {
             for page in means.len() / (kv_heads * head_dim)..pages {
                 let of_head = |head| sealer.page_mean(HeadIndex { layer, head }, page, &mut scratch);
                 let Some(rows) = (0..kv_heads).map(of_head).collect::<Option<Vec<_>>>() else { break };
+                if means.is_empty() {
+                    means.reserve_exact(most.max(pages) * kv_heads * head_dim);
+                }
                 means.extend(rows.into_iter().flatten());
             }
         }

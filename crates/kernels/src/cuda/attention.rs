@@ -10,6 +10,7 @@ use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
 use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig};
 
 use super::device::{Device, launch_overlapping};
+use super::page_means::PageMeansView;
 use super::page_order::PageOrder;
 use super::plan::{DecodeSequence, Plan, PlanShape, Split};
 use super::tuning::{DecodeShape, SharedMemory, Tuning};
@@ -31,6 +32,8 @@ pub struct PoolView<'a> {
     pub stride: usize,
     /// Pages that hold one layer, whose slots follow those of the pool.
     pub scratch: Option<ScratchView<'a>>,
+    /// What the stored keys of sealed pages are less of, where those of each page have a mean of their own.
+    pub means: Option<PageMeansView<'a>>,
 }
 
 /// bf16 pages of one layer in device memory: head `h` of slot `s` at `(s - first)·stride + h·page bytes`.
@@ -167,6 +170,7 @@ struct Arguments {
     undo: u64,
     mean: u64,
     totals: u64,
+    means: u64,
     kv_heads: i32,
     group: i32,
     scale: f32,
@@ -402,6 +406,9 @@ impl DecodeAttention {
                 return Err(CudaError::Shape { what: "bytes of scratch pages", expected, got });
             }
         }
+        let means = sealed.and_then(|pool| pool.means).map_or(Ok(0), |means| {
+            means.address(&self.device, plan.plan.history_pages, kv_heads * head_dim)
+        })?;
         let (undo, mean) = match undo {
             Some(transform) => transform.addresses(&self.device, &self.shape)?,
             None => (0, 0),
@@ -426,6 +433,7 @@ impl DecodeAttention {
             undo,
             mean,
             totals: totals.map_or(0, |totals| totals.device_ptr_mut(stream).0),
+            means,
             kv_heads: kv_heads as i32,
             group: group as i32,
             scale: scale * std::f32::consts::LOG2_E,

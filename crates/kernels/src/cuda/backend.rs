@@ -23,7 +23,7 @@ use super::weights::{CudaExperts, CudaWeight, WeightLoader, bytes_of_numbers};
 use super::write::{HeadNorm, HeadNorms, StepRows, WritePools};
 use crate::backend::{
     Activation, AttentionSpec, Backend, Batch, CacheSpec, Draw, ExpertBiases, Feature, GatedMlp, KernelError,
-    Linear, RmsNorm, Rope, RoutedMlp, Sampling, SealPage, SealedSpec, StoredMatrix, expect,
+    Linear, RmsNorm, Rope, RoutedMlp, Sampling, SealPage, StoredMatrix, expect,
 };
 use crate::dtype::DType;
 use crate::error::CudaError;
@@ -256,8 +256,8 @@ impl Backend for CudaBackend {
             | Feature::ClampedSwiglu
             | Feature::ExpertBiases
             | Feature::LayersWithoutRope
-            | Feature::HighTier => true,
-            Feature::PageMeans => false,
+            | Feature::HighTier
+            | Feature::PageMeans => true,
         }
     }
 
@@ -275,11 +275,6 @@ impl Backend for CudaBackend {
     }
 
     fn cache(&self, spec: &CacheSpec) -> Result<CudaCache, KernelError> {
-        let has_page_means =
-            |sealed: &SealedSpec| (0..spec.geometry.layers).any(|layer| sealed.codec.has_page_means(layer));
-        if spec.sealed.as_ref().is_some_and(has_page_means) {
-            return Err(KernelError::Unsupported(Feature::PageMeans));
-        }
         Ok(CudaCache::new(&self.device, spec)?)
     }
 
@@ -477,7 +472,7 @@ impl Backend for CudaBackend {
         pages: &[SealPage],
         cache: &mut CudaCache,
     ) -> Result<(), KernelError> {
-        let CudaCache { spec, exact, scratch, sealed, .. } = cache;
+        let CudaCache { spec, exact, scratch, sealed, page_means, .. } = cache;
         let first_high = sealed.get(HIGH).map_or(usize::MAX, |pool| pool.first);
         let mut failures = Vec::new();
         for (tier, pool) in sealed.iter_mut().enumerate() {
@@ -490,7 +485,8 @@ impl Backend for CudaBackend {
             let sealer = pool.sealer.get_mut().unwrap_or_else(PoisonError::into_inner);
             let list = sealer.list(&here)?;
             let (scratch, first_sealed) = (scratch.as_ref(), pool.first);
-            let pools = SealPools { exact, scratch, sealed: &mut pool.memory, first_sealed };
+            let (sealed, page_means) = (&mut pool.memory, page_means.as_ref());
+            let pools = SealPools { exact, scratch, sealed, first_sealed, page_means };
             sealer.launch(&list, layers.clone(), spec.slots, pools)?;
             failures.extend(sealer.failure(layers.clone())?.map(|failure| (places[failure.page], failure)));
         }

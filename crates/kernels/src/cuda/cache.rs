@@ -14,6 +14,7 @@ use oscar_codec::{HeadIndex, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, Sid
 use super::attention::{DecodeAttention, PoolView, ScratchView, ValueTransform};
 use super::device::Device;
 use super::host::HostPages;
+use super::page_means::PageMeanTable;
 use super::prefill::{PrefillAttention, PrefillPools};
 use super::readings::Readings;
 use super::seal::PageSealer;
@@ -39,6 +40,8 @@ pub struct CudaCache {
     undo: Option<Undo>,
     /// What keys are stored less of, in the basis of the pages: `[layer][KV head][channel]`.
     pub(super) mean_keys: Option<CudaSlice<f32>>,
+    /// What the keys of sealed pages are less of on top, whichever codec they are of.
+    pub(super) page_means: Option<PageMeanTable>,
     /// Tables of decode steps that are over.
     pub(super) spare_tables: SpareTables,
 }
@@ -143,6 +146,10 @@ impl CudaCache {
             },
             undo: codec.map(|codec| Undo::new(device, codec)).transpose()?.flatten(),
             mean_keys: codec.map(|codec| mean_keys(device, codec)).transpose()?.flatten(),
+            page_means: match &spec.sealed {
+                Some(sealed) => PageMeanTable::new(device, &sealed.codec, sealed.sequence_pages)?,
+                None => None,
+            },
             spare_tables: SpareTables::default(),
             spec: spec.clone(),
         })
@@ -159,7 +166,14 @@ impl CudaCache {
         let head = PageLayout::bf16(head_dim).page_bytes() * kv_heads;
         let scratch = self.scratch.as_ref();
         let scratch = scratch.map(|memory| ScratchView { memory, first: self.spec.slots, stride: head });
-        PoolView { memory: &self.exact, first: 0, offset: layer * head, stride: layers * head, scratch }
+        PoolView {
+            memory: &self.exact,
+            first: 0,
+            offset: layer * head,
+            stride: layers * head,
+            scratch,
+            means: None,
+        }
     }
 
     /// The kernels of a reading.
@@ -180,6 +194,7 @@ impl CudaCache {
             offset: pool.codec.layer_offset(layer),
             stride: pool.codec.page_bytes(),
             scratch: None,
+            means: self.page_means.as_ref().and_then(|means| means.of_layer(layer)),
         });
         PrefillPools {
             exact: self.exact_view(layer),

@@ -6,6 +6,7 @@
 //! | `device` | opening a card, its limits, loading kernels |
 //! | [`compile`] | `.cu` sources to machine code with NVRTC, and the cache on disk |
 //! | `page_order` | the order of bytes inside a page on the device, and converters from and to the CPU's |
+//! | `page_means` | what the keys of sealed pages are centred by |
 //! | `plan` | a ragged batch cut into work of equal cost for every block |
 //! | `tuning` | how the decode kernel is laid out on a multiprocessor |
 //! | `attention` | decode attention over bf16 and sealed pages in one launch |
@@ -43,6 +44,7 @@ mod multiply;
 mod norm;
 mod operands;
 mod outputs;
+mod page_means;
 mod page_order;
 mod plan;
 mod prefill;
@@ -66,6 +68,7 @@ pub use attention::{DecodeAttention, PoolView, ScratchView, ValueTransform};
 pub use backend::{CudaBackend, CudaBuffer};
 pub use cache::CudaCache;
 pub use device::Device;
+pub use page_means::{PageMeanTable, PageMeansView};
 pub use page_order::PageOrder;
 pub use plan::{DecodeSequence, Plan, Split};
 pub use prefill::{PrefillAttention, PrefillPlan, PrefillPools};

@@ -145,6 +145,8 @@ pub struct Plan {
     pub table_width: usize,
     /// Slots from the first to the last that is read: of bf16 pages, of sealed ones.
     pub slots: [Range<usize>; 2],
+    /// The number after that of the last sealed page of any sequence.
+    pub history_pages: usize,
     /// Bytes of pages that a launch reads.
     pub bytes: usize,
     /// Rows of the batch up to the last one that is planned here.
@@ -208,6 +210,9 @@ impl Plan {
                 expected: sequence.history_end,
                 got: full,
             });
+        }
+        if !history.is_empty() {
+            self.history_pages = self.history_pages.max(history.end);
         }
         for page in 0..pages {
             let slots = &mut self.slots[usize::from(history.contains(&page))];

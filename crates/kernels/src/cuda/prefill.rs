@@ -56,9 +56,11 @@ impl Products {
         match self {
             Products::Warps => 2 * page,
             Products::Warpgroups => {
-                let sealed =
-                    if shape.sealed.is_bf16() { 0 } else { Self::SEALED_STAGES * shape.sealed.page_bytes() };
-                Self::STAGES * page + sealed + 8 * (2 * Self::STAGES + Self::SEALED_STAGES)
+                let mean = if matches!(shape.sealed, PageLayout::Banded(_)) { 2 * shape.head_dim } else { 0 };
+                let sealed = if shape.sealed.is_bf16() { 0 } else { shape.sealed.page_bytes() + mean };
+                Self::STAGES * page
+                    + Self::SEALED_STAGES * sealed
+                    + 8 * (2 * Self::STAGES + Self::SEALED_STAGES)
             }
         }
     }
@@ -109,6 +111,8 @@ pub struct PrefillPlan {
     rows: usize,
     /// Slots from the first to the last that is named: of bf16 pages, of sealed ones.
     slots: [Range<usize>; 2],
+    /// Pages of the longest history, those of the sink included.
+    history_pages: usize,
 }
 
 #[repr(C)]
@@ -123,6 +127,7 @@ struct Arguments {
     items: u64,
     totals: u64,
     ends: u64,
+    means: u64,
     query_stride: i64,
     out_stride: i64,
     exact_stride: i64,
@@ -230,6 +235,7 @@ impl PrefillAttention {
             count: 0,
             rows: 0,
             slots: [0..0, 0..0],
+            history_pages: 0,
         };
         self.replan(&mut plan, sequences, window)?;
         Ok(plan)
@@ -243,9 +249,10 @@ impl PrefillAttention {
         sequences: &[PrefillSequence<'_>],
         window: Option<usize>,
     ) -> Result<(), CudaError> {
-        let RowBlocks { items, tables, ends, slots } =
+        let RowBlocks { items, tables, ends, slots, history_pages } =
             RowBlocks::new(sequences, BLOCK_ROWS / self.shape.group)?;
         (plan.count, plan.rows, plan.slots) = (items.len(), ends.len(), slots);
+        plan.history_pages = history_pages;
         plan.window =
             window.and_then(|window| i32::try_from(window).ok()).map_or(NO_WINDOW, |w| w.min(NO_WINDOW));
         self.device.upload(bytemuck::cast_slice::<_, u8>(&items), &mut plan.items)?;
@@ -314,6 +321,10 @@ impl PrefillAttention {
             }
             None => (0, 0),
         };
+        let means = pools
+            .sealed
+            .and_then(|pool| pool.means)
+            .map_or(Ok(0), |means| means.address(device, plan.history_pages, kv_heads * head_dim))?;
         let arguments = Arguments {
             queries: queries.device_ptr(stream).0,
             out: out.device_ptr_mut(stream).0,
@@ -324,6 +335,7 @@ impl PrefillAttention {
             items: plan.items.device_ptr(stream).0,
             totals: totals.map_or(0, |totals| totals.device_ptr_mut(stream).0),
             ends: plan.ends.device_ptr(stream).0,
+            means,
             query_stride: query_stride as i64,
             out_stride: stride as i64,
             exact_stride: pools.exact.stride as i64,

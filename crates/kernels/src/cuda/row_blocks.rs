@@ -61,12 +61,15 @@ pub(super) struct RowBlocks {
     pub(super) ends: Vec<i32>,
     /// Slots from the first to the last that is named: of bf16 pages, of sealed ones.
     pub(super) slots: [Range<usize>; 2],
+    /// Pages of the longest history, those of the sink included.
+    pub(super) history_pages: usize,
 }
 
 impl RowBlocks {
     /// Cuts the rows of all sequences into blocks of up to `at_once`.
     pub(super) fn new(sequences: &[PrefillSequence<'_>], at_once: usize) -> Result<RowBlocks, CudaError> {
-        let RowBlocks { mut items, mut tables, mut ends, mut slots } = RowBlocks::default();
+        let RowBlocks { mut items, mut tables, mut ends, mut slots, mut history_pages } =
+            RowBlocks::default();
         let small = |number: usize| i32::try_from(number).unwrap_or(i32::MAX);
         for sequence in sequences {
             let (table, pages) = (tables.len(), sequence.exact.len());
@@ -88,6 +91,8 @@ impl RowBlocks {
             tables.extend(exact);
             tables.extend(sealed);
             tables.resize(table + 2 * pages, 0);
+            let end = sequence.ends.iter().copied().max().unwrap_or(0);
+            history_pages = history_pages.max(end.div_ceil(PAGE_TOKENS));
             for (block, here) in sequence.ends.chunks(at_once).enumerate() {
                 let first = block * at_once;
                 let here = here.iter().map(|&end| small(end));
@@ -109,7 +114,7 @@ impl RowBlocks {
         }
         // Blocks with the most to read begin first.
         items.sort_by_key(|item| std::cmp::Reverse(item.first_position));
-        Ok(RowBlocks { items, tables, ends, slots })
+        Ok(RowBlocks { items, tables, ends, slots, history_pages })
     }
 }
 

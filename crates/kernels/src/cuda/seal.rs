@@ -20,12 +20,15 @@ use oscar_codec::{
 
 use super::compile::{Source, texts};
 use super::device::Device;
+use super::page_means::{PageMeanTable, places};
 use super::page_order::{PageOrder, Pages};
 use crate::backend::SealPage;
 use crate::error::CudaError;
 
 /// Rows of a page, keys and values: a thread each.
 const THREADS: usize = 2 * PAGE_TOKENS;
+/// What a kernel is told of layers whose pages are not centred.
+const NOT_CENTRED: u32 = u32::MAX;
 /// What the memory of the first failure holds if there was none.
 const NONE: u64 = u64::MAX;
 
@@ -40,6 +43,8 @@ pub struct SealPools<'a> {
     pub sealed: &'a mut CudaSlice<u8>,
     /// The number of the first slot of sealed pages.
     pub first_sealed: usize,
+    /// What the keys of each page are centred by, where the codec does that.
+    pub page_means: Option<&'a PageMeanTable>,
 }
 
 /// A list of pages on the device.
@@ -85,12 +90,14 @@ struct Arguments {
     layers: u64,
     rules: u64,
     failure: u64,
+    means: u64,
     sealed_stride: i64,
     exact_slots: i32,
     all_layers: i32,
     first_layer: i32,
     layers_here: i32,
     kv_heads: i32,
+    mean_pages: i32,
 }
 
 // SAFETY: plain numbers in the order of the kernel's `Arguments`.
@@ -227,6 +234,8 @@ pub struct PageSealer {
     device: Arc<Device>,
     geometry: KvGeometry,
     sealed_stride: usize,
+    /// Whether pages of any layer are centred.
+    centres: bool,
     kernels: Vec<FormatSealer>,
     rules: CudaSlice<u32>,
     failure: CudaSlice<u64>,
@@ -236,7 +245,8 @@ pub struct PageSealer {
 struct FormatSealer {
     shape: SealShape,
     function: CudaFunction,
-    /// `[layer]`: where a layer begins in a sealed slot, and what becomes of its pages.
+    /// `[layer]`: where a layer begins in a sealed slot, what becomes of its pages, and its place among the layers whose pages are
+    /// centred, [`NOT_CENTRED`] for others.
     layers: CudaSlice<u32>,
     /// `[layer]`: whether this kernel has anything to do for it.
     seals: Vec<bool>,
@@ -251,7 +261,7 @@ impl FormatSealer {
         copies: bool,
     ) -> Result<FormatSealer, CudaError> {
         let (mut layers, mut seals) = (Vec::new(), Vec::new());
-        for layer in 0..codec.geometry().layers {
+        for (layer, place) in places(codec).into_iter().enumerate() {
             let offset = u32::try_from(codec.layer_offset(layer))
                 .map_err(|_| CudaError::Unsupported("a sealed page of more than 4 GB".into()))?;
             let kind = match codec.layout(layer) {
@@ -261,7 +271,7 @@ impl FormatSealer {
                 _ => SealedLayer::None,
             };
             seals.push(!matches!(kind, SealedLayer::None));
-            layers.extend([offset, kind as u32]);
+            layers.extend([offset, kind as u32, place.map_or(NOT_CENTRED, |place| place as u32)]);
         }
         let function = device.load(&shape.source(), "seal")?;
         let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
@@ -306,6 +316,7 @@ impl PageSealer {
         Ok(PageSealer {
             geometry,
             sealed_stride: codec.page_bytes(),
+            centres: places(codec).iter().any(Option::is_some),
             kernels,
             rules: stream.clone_htod(&rules)?,
             failure: stream.clone_htod(&[NONE])?,
@@ -328,10 +339,12 @@ impl PageSealer {
         if let Some(pair) = targets.windows(2).find(|pair| pair[0] == pair[1]) {
             return Err(CudaError::PageWrittenTwice { slot: pair[0].number() });
         }
-        let mut numbers: Vec<u32> =
-            pages.iter().flat_map(|page| [page.exact.number(), page.sealed.number()]).collect();
+        let mut numbers: Vec<u32> = pages
+            .iter()
+            .flat_map(|page| [page.exact.number(), page.sealed.number(), page.page as u32])
+            .collect();
         if numbers.is_empty() {
-            numbers.push(0);
+            numbers.extend([0; 3]);
         }
         Ok(SealList { pages: pages.to_vec(), device: self.device.stream().clone_htod(&numbers)? })
     }
@@ -369,6 +382,16 @@ impl PageSealer {
                 return Err(CudaError::Unsupported(format!("slot {exact} holds one layer only")));
             }
         }
+        let (means, mean_pages) = match pools.page_means.filter(|_| self.centres) {
+            Some(table) => {
+                let pages = list.pages.iter().map(|page| page.page + 1).max().unwrap_or(0);
+                (table.address(&self.device, pages)?, table.pages())
+            }
+            None if self.centres => {
+                return Err(CudaError::Unsupported("pages that are centred without their means".into()));
+            }
+            None => (0, 0),
+        };
         let blocks = list.pages.len() * layers.len() * kv_heads;
         if blocks == 0 {
             return Ok(());
@@ -388,12 +411,14 @@ impl PageSealer {
             layers: 0,
             rules: self.rules.device_ptr(stream).0,
             failure: self.failure.device_ptr_mut(stream).0,
+            means,
             sealed_stride: self.sealed_stride as i64,
             exact_slots: exact_slots as i32,
             all_layers: all_layers as i32,
             first_layer: layers.start as i32,
             layers_here: layers.len() as i32,
             kv_heads: kv_heads as i32,
+            mean_pages: mean_pages as i32,
         };
         // Each kernel passes over layers of other formats, so that blocks have the same numbers in all of them.
         for kernel in self.kernels.iter().filter(|kernel| kernel.seals[layers.clone()].contains(&true)) {

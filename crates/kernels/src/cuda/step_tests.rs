@@ -124,6 +124,7 @@ fn a_card_reads_and_writes_what_the_cpu_does() {
             codec: codec.clone(),
             slots: SLOTS,
             windows,
+            sequence_pages: SLOTS,
             high: Some(HighSpec { codec: codec.clone(), slots: SLOTS }),
         });
         let decodes = round % 2 == 0;

@@ -121,11 +121,13 @@ impl DecodeShape {
         let [rows, heads] = [self.rows(), 4 * self.quads()];
         let sealed = self.orders()?[1];
         let queries = match sealed.bands() {
-            // Steps and starts of every band, the table of scales, and those of a tile for every warp.
+            // Steps and starts of every band, the table of scales, and for every warp those of a tile and the products with
+            // the means of sixteen pages.
             Some(layout) => {
                 let bands = layout.key_scale_count();
                 let scales = 4 * 256 + tuning.warps * bands * (4 * sealed.tile_tokens() + 32);
-                heads * (2 * self.head_dim + 8 * bands) + scales + 16
+                let means = tuning.warps * 16 * heads * 4;
+                heads * (2 * self.head_dim + 8 * bands) + scales + means + 16
             }
             None => heads * (2 * self.head_dim + 4 + 4 * sealed.groups()),
         };
@@ -222,6 +224,7 @@ impl DecodeShape {
             "ring.cu",
             "primitives.cu",
             "page_order.cu",
+            "mma.cu",
             "codes.cu",
             "bands.cu",
             "halves.cu",

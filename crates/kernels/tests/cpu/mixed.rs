@@ -143,7 +143,13 @@ impl Sequence {
             query_heads: shape.kv_heads * shape.group,
             slots: pages + 1,
             scratch_slots: pages,
-            sealed: Some(SealedSpec { codec: codec.clone(), slots: pages + 1, windows, high: None }),
+            sealed: Some(SealedSpec {
+                codec: codec.clone(),
+                slots: pages + 1,
+                windows,
+                sequence_pages: pages,
+                high: None,
+            }),
             host: HostSlots::default(),
         };
         let cache = backend.cache(&spec).unwrap();

@@ -106,6 +106,7 @@ fn a_sink_has_its_share_once_per_row() {
                         codec,
                         slots: 2,
                         windows: PageWindows { sink: 0, recent: 100 },
+                        sequence_pages: pages,
                         high: None,
                     });
                     let mut cache = backend.cache(&cache_spec).unwrap();
@@ -166,7 +167,9 @@ fn over_sealed_pages(
     let rope = Rope { inverse_frequencies: Vec::new(), magnitude: 1.0, layout: RopeLayout::Halves };
     let mut spec = CacheSpec::exact(geometry, KV_HEADS * GROUP, pages + 1);
     let windows = PageWindows { sink: 1, recent: 1 };
-    spec.sealed = Some(SealedSpec { codec: codec.clone(), slots: 3, windows, high: None });
+    let codec_here = codec.clone();
+    spec.sealed =
+        Some(SealedSpec { codec: codec_here, slots: 3, windows, sequence_pages: pages, high: None });
     let mut cache = backend.cache(&spec).unwrap();
     let sealed: Vec<Option<SealedSlot>> = (0..pages as u32)
         .map(|page| (1..3).contains(&page).then(|| SealedSlot::new(page).unwrap()))

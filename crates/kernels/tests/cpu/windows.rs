@@ -147,6 +147,7 @@ fn a_page_of_the_window_that_is_missing_is_an_error() {
         codec: std::sync::Arc::new(codec),
         slots: 8,
         windows: oscar_codec::PageWindows { sink: 0, recent: 1 },
+        sequence_pages: 8,
         high: None,
     };
     let mut spec_of_cache = CacheSpec::exact(geometry, KV_HEADS * GROUP, 8);

@@ -5,8 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use oscar_codec::{
-    BandLayout, BandRows, CodeLayout, ExactSlot, HeadEncoder, HeadTransform, KvGeometry, PAGE_TOKENS,
-    PageCodec, PageWindows, RowEncoder, Rule, SealedSlot, SquareMatrix, hadamard,
+    BandLayout, BandRows, CodeLayout, ExactSlot, HeadEncoder, HeadTransform, KeyTurning, KvGeometry,
+    PAGE_TOKENS, PageCodec, PageMeans, PageWindows, RowEncoder, Rule, SealedSlot, SquareMatrix, hadamard,
 };
 use oscar_kernels::backend::{
     AttentionSpec, Batch, CacheSpec, HostSlots, RmsNorm, Rope, RopeLayout, SealPage, SealedRows, SealedSpec,
@@ -120,7 +120,8 @@ fn attending<'a, B: Inspect>(
     let geometry = KvGeometry { layers: 2, kv_heads: KV_HEADS, head_dim: d };
     let pages = TOKENS.div_ceil(PAGE_TOKENS);
     let windows = PageWindows { sink: 1, recent: 2 };
-    let sealed = codec.map(|codec| SealedSpec { codec, slots: pages + 1, windows, high: None });
+    let sealed =
+        codec.map(|codec| SealedSpec { codec, slots: pages + 1, windows, sequence_pages: pages, high: None });
     let has_sealed = sealed.is_some();
     let query_heads = KV_HEADS * group;
     let host = HostSlots::default();
@@ -149,16 +150,17 @@ fn attending<'a, B: Inspect>(
             k_norm: norm(KV_HEADS),
         },
         cache: backend.cache(&spec).unwrap(),
-        rope: Rope {
-            inverse_frequencies: (0..d / 2).map(|i| 1e4_f32.powf(-2.0 * i as f32 / d as f32)).collect(),
-            magnitude: 1.0,
-            layout: RopeLayout::Halves,
-        },
+        rope: Rope { inverse_frequencies: frequencies(d), magnitude: 1.0, layout: RopeLayout::Halves },
         pages: ExactSlot::first(pages),
         sealed: has_sealed.then(|| vec![None; pages]),
         stored: Vec::new(),
         windows,
     }
+}
+
+/// By how much pairs of channels turn for a position.
+fn frequencies(d: usize) -> Vec<f32> {
+    (0..d / 2).map(|i| 1e4_f32.powf(-2.0 * i as f32 / d as f32)).collect()
 }
 
 /// Logits of learned sinks that take all, some and nothing of a row's weights.
@@ -168,25 +170,38 @@ pub(super) fn sinks(heads: usize) -> StoredMatrix {
     StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype: DType::F32, rows: 1, cols: heads, scales: None }
 }
 
-/// Keys in bands, of channels that differ in size.
-pub(super) fn banded(layout: BandLayout) -> Arc<PageCodec> {
+/// Keys in bands, of channels that differ in size. With `centres_pages` each page has a mean of its own.
+pub(super) fn banded(layout: BandLayout, centres_pages: bool) -> Arc<PageCodec> {
     let d = layout.head_dim();
     let geometry = KvGeometry { layers: 2, kv_heads: KV_HEADS, head_dim: d };
     let rows = RowEncoder::Banded(BandRows { layout, value_rule: Rule::Search });
     let sizes = SquareMatrix::from_fn(d, |i, j| if i == j { 1.5 - i as f64 / d as f64 } else { 0.0 });
     let key = HeadTransform::general(Some(vec![0.25; d]), &hadamard::matrix(d).multiply(&sizes)).unwrap();
     let value = HeadTransform::new(None, &hadamard::matrix(d)).unwrap();
-    let encoders = |transform: HeadTransform| vec![HeadEncoder { transform, rows, page_means: None }; 4];
-    Arc::new(PageCodec::new("bands", geometry, encoders(key), encoders(value)).unwrap())
+    let turning = Arc::new(KeyTurning::new(frequencies(d), RopeLayout::Halves));
+    let mut random = Random::new(59);
+    let mut encoders = |transform: HeadTransform, centred: bool| -> Vec<HeadEncoder> {
+        let of_head = |_| {
+            let unturned: Vec<f32> = (0..d).map(|_| random.signed()).collect();
+            let page_means = centred.then(|| PageMeans::new(&unturned, turning.clone()).unwrap());
+            HeadEncoder { transform: transform.clone(), rows, page_means }
+        };
+        (0..4).map(of_head).collect()
+    };
+    let (keys, values) = (encoders(key, centres_pages), encoders(value, false));
+    let name = if centres_pages { "centred bands" } else { "bands" };
+    Arc::new(PageCodec::new(name, geometry, keys, values).unwrap())
 }
 
 /// A codec of a cache, by a name of its own: `bands`, `fewer bands` (`int1.5`), the widths of bands, or the bits of scalar
-/// codes.
+/// codes. `centred` before bands: page by page.
 fn named_codec(d: usize, name: &str) -> Arc<PageCodec> {
-    match name {
-        "bands" => banded(BandLayout::int2(d).unwrap()),
-        "fewer bands" => banded(BandLayout::int15(d).unwrap()),
-        widths if widths.contains('/') => banded(BandLayout::of_widths(d, widths.parse().unwrap()).unwrap()),
+    let centred = name.strip_prefix("centred ");
+    let of = |layout: Option<BandLayout>| banded(layout.unwrap(), centred.is_some());
+    match centred.unwrap_or(name) {
+        "bands" => of(BandLayout::int2(d).ok()),
+        "fewer bands" => of(BandLayout::int15(d).ok()),
+        widths if widths.contains('/') => of(BandLayout::of_widths(d, widths.parse().unwrap()).ok()),
         bits => codec(d, bits.parse().unwrap()),
     }
 }
@@ -226,6 +241,12 @@ pub(super) fn attention(cpu: &CpuBackend, cuda: &CudaBackend, quick: bool) -> us
             (3, Some("4/2/2/0"), plain),
             (7, Some("4/2/2/2"), plain),
             (4, Some("4/4/2/2"), plain),
+            (3, Some("centred bands"), plain),
+            (8, Some("centred bands"), plain),
+            (12, Some("centred bands"), plain),
+            (4, Some("centred fewer bands"), plain),
+            (7, Some("centred 4/2/2/2"), plain),
+            (4, Some("centred bands"), sinks),
             (4, None, Extras::window(100)),
             (4, Some("bands"), Extras::window(100)),
             (3, None, sinks),
@@ -234,7 +255,7 @@ pub(super) fn attention(cpu: &CpuBackend, cuda: &CudaBackend, quick: bool) -> us
             (8, Some("bands"), Extras { sinks: true, ..Extras::window(128) }),
             (4, Some("bands"), Extras { still: true, ..plain }),
         ] {
-            if (quick && d != 128) || (d < 128 && codec == Some("fewer bands")) {
+            if (quick && d != 128) || (d < 128 && codec.is_some_and(|name| name.ends_with("fewer bands"))) {
                 continue;
             }
             let codec = codec.map(|name| named_codec(d, name));
@@ -297,11 +318,13 @@ pub(super) fn chunks(cuda: &CudaBackend) -> usize {
             (3, Some("4/0/0/0"), plain),
             (3, Some("4/2/2/2"), plain),
             (3, Some("4/4/2/2"), plain),
+            (3, Some("centred bands"), plain),
+            (12, Some("centred fewer bands"), plain),
             (2, None, Extras::window(77)),
             (3, Some("bands"), Extras { sinks: true, ..plain }),
         ] {
-            let has_bands = name.is_some_and(|name| name == "bands" || name.contains('/'));
-            if (d == 32 && has_bands) || (d < 128 && name == Some("fewer bands")) {
+            let has_bands = name.is_some_and(|name| name.ends_with("bands") || name.contains('/'));
+            if (d == 32 && has_bands) || (d < 128 && name.is_some_and(|name| name.ends_with("fewer bands"))) {
                 continue;
             }
             let codec = name.map(|name| named_codec(d, name));

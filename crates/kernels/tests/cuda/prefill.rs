@@ -121,7 +121,14 @@ impl Pool {
     }
 
     fn view(&self) -> PoolView<'_> {
-        PoolView { memory: &self.memory, first: 0, offset: 0, stride: self.stride, scratch: None }
+        PoolView {
+            memory: &self.memory,
+            first: 0,
+            offset: 0,
+            stride: self.stride,
+            scratch: None,
+            means: None,
+        }
     }
 }
 

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use half::bf16;
 use oscar_codec::{
     BandLayout, BandRows, CodeLayout, CodecError, ExactSlot, HeadEncoder, HeadIndex, HeadTransform,
-    KeyWidths, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, RowEncoder, Rule, ScaleType, SealedSlot, Side,
+    KeyTurning, KeyWidths, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, PageMeans, RopeLayout, RowEncoder,
+    Rule, ScaleType, SealedSlot, Side,
 };
 use oscar_kernels::backend::SealPage;
 use oscar_kernels::cpu::attention::{page_elements, write_token};
@@ -17,7 +18,7 @@ use oscar_kernels::cpu::encode::{SealScratch, Sealer};
 use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cuda::reference::shuffled;
 use oscar_kernels::cuda::seal::SealShape;
-use oscar_kernels::cuda::{CudaError, Device, PageOrder, PageSealer, SealPools};
+use oscar_kernels::cuda::{CudaError, Device, PageMeanTable, PageOrder, PageSealer, SealPools};
 use oscar_random::Random;
 
 const LAYERS: usize = 4;
@@ -39,6 +40,9 @@ const SCRATCH_SLOTS: usize = 3;
 const SEALED_SLOTS: usize = 12;
 /// The number of the first sealed slot, as where those of another codec come before.
 const FIRST_SEALED: usize = 5;
+
+/// Pages that a sequence may have: their means differ.
+const SEQUENCE_PAGES: usize = 900;
 
 /// Runs everything; the number of failures.
 pub(crate) fn run(device: &Arc<Device>, quick: bool) -> usize {
@@ -123,6 +127,8 @@ fn codecs(quick: bool) -> Vec<(String, PageCodec, bool)> {
                 codecs.push((format!("{name} d{head_dim}"), codec, false));
                 let codec = banded(geometry, layout, |_| Rule::Search);
                 codecs.push((format!("{name} d{head_dim}, search alone"), codec, false));
+                let codec = centred(banded(geometry, layout, |_| Rule::Search));
+                codecs.push((format!("{name} d{head_dim}, centred by page"), codec, false));
             }
         }
         let int4 = PageCodec::int4(geometry, None).unwrap();
@@ -196,6 +202,27 @@ fn banded_by_layer(
     PageCodec::new("banded", geometry, encoders(), encoders()).unwrap()
 }
 
+/// The same with keys that are less the means of their pages, in all layers but the first.
+fn centred(codec: PageCodec) -> PageCodec {
+    let geometry = codec.geometry();
+    let KvGeometry { layers, kv_heads, head_dim } = geometry;
+    let frequencies = (0..head_dim / 2).map(|i| 1e4_f32.powf(-2.0 * i as f32 / head_dim as f32)).collect();
+    let turning = Arc::new(KeyTurning::new(frequencies, RopeLayout::Halves));
+    let mut random = Random::new(41);
+    let mut encoders = |side: Side| -> Vec<HeadEncoder> {
+        let heads = (0..layers).flat_map(|layer| (0..kv_heads).map(move |head| HeadIndex { layer, head }));
+        let with_means = heads.map(|head| {
+            let unturned: Vec<f32> = (0..head_dim).map(|_| 4.0 * random.signed()).collect();
+            let means = PageMeans::new(&unturned, turning.clone()).unwrap();
+            let page_means = (head.layer > 0 && side == Side::Key).then_some(means);
+            HeadEncoder { page_means, ..codec.encoder(head, side).unwrap().clone() }
+        });
+        with_means.collect()
+    };
+    let (keys, values) = (encoders(Side::Key), encoders(Side::Value));
+    PageCodec::new("centred", geometry, keys, values).unwrap()
+}
+
 /// Kinds of rows.
 const KINDS: usize = 18;
 
@@ -267,6 +294,7 @@ struct Pools {
     /// `[slot][head]`.
     scratch: Vec<Vec<u16>>,
     sealed_pages: usize,
+    means: Option<PageMeanTable>,
 }
 
 impl Pools {
@@ -283,7 +311,8 @@ impl Pools {
         };
         let exact = (0..EXACT_SLOTS * LAYERS * KV_HEADS).map(|_| page()).collect();
         let scratch = (0..SCRATCH_SLOTS * KV_HEADS).map(|_| page()).collect();
-        Pools { device: device.clone(), codec: codec.clone(), sealer, exact, scratch, sealed_pages: 0 }
+        let means = PageMeanTable::new(device, codec, SEQUENCE_PAGES).unwrap();
+        Pools { device: device.clone(), codec: codec.clone(), sealer, exact, scratch, sealed_pages: 0, means }
     }
 
     fn source(&self, slot: ExactSlot, head: HeadIndex) -> &Vec<u16> {
@@ -308,9 +337,10 @@ impl Pools {
                 layers.clone().flat_map(|layer| (0..KV_HEADS).map(move |head| HeadIndex { layer, head }))
             {
                 let mut bytes = vec![0; codec.head_bytes(head.layer)];
+                let mean = reference.page_mean(head, page.page, &mut SealScratch::default());
                 let sealed = reference.seal(
                     head,
-                    None,
+                    mean.as_deref(),
                     self.source(page.exact, head),
                     &mut bytes,
                     &mut SealScratch::default(),
@@ -344,7 +374,13 @@ impl Pools {
             |page: &SealPage| seal_page(page.exact.number(), page.sealed.number() + FIRST_SEALED as u32);
         let list = self.sealer.list(&pages.iter().map(moved).collect::<Vec<_>>()).unwrap();
         let first_sealed = FIRST_SEALED;
-        let pools = SealPools { exact: &exact, scratch: Some(&scratch), sealed: &mut sealed, first_sealed };
+        let pools = SealPools {
+            exact: &exact,
+            scratch: Some(&scratch),
+            sealed: &mut sealed,
+            first_sealed,
+            page_means: self.means.as_ref(),
+        };
         self.sealer.launch(&list, layers, EXACT_SLOTS, pools).unwrap();
         let got = stream.clone_dtoh(&sealed).unwrap();
         self.device.synchronise().unwrap();
@@ -437,7 +473,9 @@ impl Pools {
 }
 
 fn seal_page(exact: u32, sealed: u32) -> SealPage {
-    SealPage { page: 0, exact: ExactSlot::new(exact).unwrap(), sealed: SealedSlot::new(sealed).unwrap() }
+    // Any number in a sequence.
+    let page = exact as usize * 97 % SEQUENCE_PAGES;
+    SealPage { page, exact: ExactSlot::new(exact).unwrap(), sealed: SealedSlot::new(sealed).unwrap() }
 }
 
 /// Slots that do not exist, and a target twice, are refused before anything is launched.
@@ -450,7 +488,8 @@ fn refuses_bad_lists(device: &Arc<Device>) -> bool {
     let mut attempt = |exact_slot: u32, sealed_slot: u32, layers: std::ops::Range<usize>| {
         let list = sealer.list(&[seal_page(exact_slot, sealed_slot)])?;
         let first_sealed = FIRST_SEALED;
-        let pools = SealPools { exact: &exact, scratch: None, sealed: &mut sealed, first_sealed };
+        let pools =
+            SealPools { exact: &exact, scratch: None, sealed: &mut sealed, first_sealed, page_means: None };
         sealer.launch(&list, layers, EXACT_SLOTS, pools)
     };
     let outside = |result| matches!(result, Err(CudaError::PageOutOfRange { .. }));

@@ -68,7 +68,7 @@ pub(crate) fn run(device: &Arc<Device>, quick: bool) -> usize {
             if quick && d != 128 {
                 continue;
             }
-            let codec = if bands { banded(BandLayout::int2(d).unwrap()) } else { codec(d, 2) };
+            let codec = if bands { banded(BandLayout::int2(d).unwrap(), keep) } else { codec(d, 2) };
             let codec = match keep {
                 true => PageCodec::clone(&codec).keep_bf16(&[1]).unwrap(),
                 false => PageCodec::clone(&codec),
@@ -134,7 +134,8 @@ impl<'a, B: Inspect> Tiers<'a, B> {
         let (d, q_heads) = (geometry.head_dim, shape.query_heads());
         let slots = TIERS.len() * PAGES + 1;
         let high = Some(HighSpec { codec: Arc::new(shape.codec.high().unwrap()), slots });
-        let sealed = SealedSpec { codec: shape.codec.clone(), slots, windows: WINDOWS, high };
+        let sealed =
+            SealedSpec { codec: shape.codec.clone(), slots, windows: WINDOWS, sequence_pages: PAGES, high };
         let cache = CacheSpec {
             geometry,
             query_heads: q_heads,
@@ -305,7 +306,7 @@ fn alone(cuda: &CudaBackend, shape: &Shape) -> usize {
 
 /// A page that is not finite is named by its place in a list that has pages of both codecs.
 fn seals_both(cpu: &CpuBackend, cuda: &CudaBackend) -> bool {
-    let shape = Shape { codec: banded(BandLayout::int2(64).unwrap()), group: 1, with_sinks: false };
+    let shape = Shape { codec: banded(BandLayout::int2(64).unwrap(), true), group: 1, with_sinks: false };
     let mut messages = Vec::new();
     fn message<B: Inspect>(backend: &B, shape: &Shape) -> String {
         let mut tiers = Tiers::new(backend, shape);

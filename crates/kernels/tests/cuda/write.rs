@@ -242,6 +242,7 @@ fn check(device: &Arc<Device>, case: &Case) -> Vec<String> {
             codec,
             slots: 2,
             windows: PageWindows { sink: 1, recent: 1 },
+            sequence_pages: 1,
             high: None,
         }),
         host: HostSlots::default(),

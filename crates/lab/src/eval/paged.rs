@@ -48,7 +48,13 @@ impl<B: Inspect> PagedCache<B> {
             query_heads: model.config().q_heads,
             slots: pages + 1,
             scratch_slots: 0,
-            sealed: codec.map(|codec| SealedSpec { codec, slots: pages + 1, windows, high: None }),
+            sealed: codec.map(|codec| SealedSpec {
+                codec,
+                slots: pages + 1,
+                windows,
+                sequence_pages: pages,
+                high: None,
+            }),
             host: HostSlots::default(),
         };
         Ok(PagedCache {

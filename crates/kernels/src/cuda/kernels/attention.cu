@@ -59,6 +59,7 @@ struct Arguments {
   const float* undo;        // [kv head][channel of pages][channel of outputs], or null
   const float* mean;        // [kv head][channel of outputs], or null
   float* totals;            // [row][query head]: logarithm (base 2) of the sum of all weights, or null
+  const u8* means;          // [page][kv head][channel]: what the stored keys of sealed pages are less of, in bf16, or null
   int kv_heads, group;
   float scale;  // of logits, times log2(e)
 };
@@ -119,12 +120,26 @@ DEVICE void attend_tiles(
   }
   const long long row = s.sequence * a.query_stride + (s.head * a.group + s.first_row) * HEAD_DIM;
   begin(state, a.queries + row, s.rows, a.scale, query_memory, warp, lane);
+  // What the logits of the next tiles are more because keys are less the means of their pages.
+  auto centre = [&](int i) {
+    if constexpr (Provider::CENTRED) {
+      auto mean_of = [&](int later) {
+        const long long page = page_of(min(i + later, count - 1));
+        return a.means + (page * a.kv_heads + s.head) * (HEAD_DIM * 2);
+      };
+      if (i % Provider::CENTRED_TILES == 0 && a.means) state.multiply_means(a.queries + row, s.rows, a.scale, mean_of, lane);
+      if (i == 0 && !a.means) state.no_means(lane);
+      state.centre_on(i);
+    }
+  };
+  if (count > 0) centre(0);
   if (count > 0) state.prime(ring.look<STAGES - 2>(), lane);
   #pragma unroll 1
   for (int i = 0; i < count; i++) {
     __syncwarp();
     fetch(i + STAGES - 1, STAGES - 1);
     const u8* tile = ring.take();
+    if (i > 0) centre(i);
     int visible = Provider::TOKENS;
     if (EXACT) {
       const int first = page_of(i) * PAGE_TOKENS + (s.begin + warp + i * WARPS) % Provider::TILES_PER_PAGE * 8;

@@ -12,6 +12,9 @@
 //     two bytes   slice 0: high, low     slice 1: high, low     slice 2: high, low
 //     one byte    slices 0 and 1         slice 2 and nothing
 //
+// Where keys are less the mean key of their page, the logits of a page are more by the product of that and the query. A warp
+// computes these products for sixteen tiles at once.
+//
 // Scales are logarithms of eight bits. A table in shared memory decodes them: one byte taken out and one load, where
 // arithmetic would take six instructions, and zero needs no care.
 
@@ -50,7 +53,11 @@ struct BandKeys : Keys<BITS, LATER> {
   // Scales of a band, in fours, and two more: lanes that write those of different bands meet different banks.
   static constexpr int BAND_STRIDE = LANE_TOKENS / 4 * 8 + 2;
   static constexpr int SCALE_BYTES = BANDS * BAND_STRIDE * 16;
-  static constexpr int QUERY_BYTES = SCALES + WARPS * SCALE_BYTES;
+  // Last come the products with the mean keys of the tiles that a warp works on next, [tile][row].
+  static constexpr bool CENTRED = true;
+  static constexpr int CENTRED_TILES = 16;
+  static constexpr int MEANS = SCALES + WARPS * SCALE_BYTES;
+  static constexpr int QUERY_BYTES = MEANS + WARPS * CENTRED_TILES * ROWS_HERE * 4;
 
   // What a high byte counts for, 256. A multiplication that the compiler does not know to be a shift goes to units that
   // are less busy.
@@ -58,6 +65,8 @@ struct BandKeys : Keys<BITS, LATER> {
   // The operands, steps and starts of a band are fetched when its turn comes: registers have no room for those of all.
   const u8* queries;
   float4* scales;
+  // Where the products of the tile that is worked on lie among those of all warps.
+  int centre;
 
   // Whether queries have one byte.
   DEVICE static constexpr bool narrow(int band) { return SLICES > 1 && band_bits(band) <= 2; }
@@ -169,6 +178,58 @@ struct BandKeys : Keys<BITS, LATER> {
     for (int slice = 0; slice < SLICES; slice++) reference[slice] = total[slice] = offsets[slice][0] = 0.0f;
   }
 
+  // Multiplies all queries with the mean keys of sixteen tiles, with bf16 instructions: the queries in two parts, which loses
+  // nothing against f32. `mean_of` says where the mean of a tile lies. Channels have any order that is the same for both, so a
+  // lane takes eight that are side by side.
+  template <class F>
+  DEVICE void multiply_means(const float* queries, int rows, float scale, F mean_of, int lane) {
+    constexpr int EIGHTS = (ROWS_HERE + 7) / 8;
+    const u8* means[2] = {mean_of(lane / 4), mean_of(lane / 4 + 8)};
+    float products[EIGHTS][4] = {};
+    #pragma unroll
+    for (int step = 0; step < CHANNEL_STEPS; step++) {
+      const int channel = step * 32 + lane % 4 * 8;
+      const uint4 first = __ldg((const uint4*)(means[0] + channel * 2)), second = __ldg((const uint4*)(means[1] + channel * 2));
+      #pragma unroll
+      for (int eight = 0; eight < EIGHTS; eight++) {
+        const int row = eight * 8 + lane / 4;
+        float4 x[2] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+        if (row < rows) {
+          x[0] = *(const float4*)(queries + row * HEAD_DIM + channel);
+          x[1] = *(const float4*)(queries + row * HEAD_DIM + channel + 4);
+        }
+        #pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const u32 keys[4] = {word_of(first, 2 * half), word_of(second, 2 * half), word_of(first, 2 * half + 1),
+                               word_of(second, 2 * half + 1)};
+          u32 rounded[2], rest[2];
+          split<false>(x[half].x, x[half].y, rounded[0], rest[0]);
+          split<false>(x[half].z, x[half].w, rounded[1], rest[1]);
+          mma_bf16(products[eight], keys, rounded[0], rounded[1]);
+          mma_bf16(products[eight], keys, rest[0], rest[1]);
+        }
+      }
+    }
+    float* out = products_of_means() + threadIdx.x / 32 * (CENTRED_TILES * ROWS_HERE);
+    // Nobody still reads those before.
+    __syncwarp();
+    #pragma unroll
+    for (int i = 0; i < EIGHTS * 4; i++) {
+      const int tile = lane / 4 + i % 4 / 2 * 8, row = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      if (row < ROWS_HERE) out[tile * ROWS_HERE + row] = scale * products[i / 4][i % 4];
+    }
+    __syncwarp();
+  }
+  // The same where pages have no means.
+  DEVICE void no_means(int lane) {
+    float* out = products_of_means() + threadIdx.x / 32 * (CENTRED_TILES * ROWS_HERE);
+    for (int i = lane; i < CENTRED_TILES * ROWS_HERE; i += 32) out[i] = 0.0f;
+    __syncwarp();
+  }
+  DEVICE float* products_of_means() const { return (float*)(queries + MEANS); }
+  // Says which of these tiles comes next.
+  DEVICE void centre_on(int tile) { centre = (threadIdx.x / 32 * CENTRED_TILES + tile % CENTRED_TILES) * ROWS_HERE; }
+
   // Decodes the scales of a tile, each lane those of one band for all lanes of its row.
   DEVICE void decode_scales(const u8* page, int lane) const {
     float decoded[LANE_TOKENS];
@@ -200,6 +261,10 @@ struct BandKeys : Keys<BITS, LATER> {
       }
     }
     decode_scales(page, lane);
+    float before[SLICES];
+    #pragma unroll
+    for (int slice = 0; slice < SLICES; slice++)
+      before[slice] = products_of_means()[centre + slice * 4 + (lane & 3)] - reference[slice];
     #pragma unroll
     for (int band = 0; band < BANDS; band++) {
       // Not stored.
@@ -240,7 +305,7 @@ struct BandKeys : Keys<BITS, LATER> {
                                          : c[slice][2 * e] * high_byte + c[slice][2 * e + 1];
             float& x = exponent[slice][first + e];
             x = fmaf(scale, fmaf(__int_as_float(sum), steps[slice].x, steps[slice].y),
-                     band > 0 ? x : -reference[slice] - later(first + e));
+                     band > 0 ? x : before[slice] - later(first + e));
           }
         }
       }

@@ -84,6 +84,7 @@ struct Keys {
   static constexpr int FRAGMENT_BYTES = SLICES * CHANNEL_STEPS * 256;
   static constexpr int START = FRAGMENT_BYTES + (1 + GROUPS) * SLICES * 16;
   static constexpr int QUERY_BYTES = START + 16;
+  static constexpr bool CENTRED = false;
 
   uint2 q[SLICES][CHANNEL_STEPS];
   // Sums of products with codes are in units of q_step; q_sum is that of each group of channels, scaled like logits and

@@ -2,31 +2,10 @@
 // weights are split into a number and its rounding error. With up to eight rows the errors are rows 8-15 of the same
 // MMA; with more, a second MMA adds them.
 
-DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 DEVICE void mma_bf16_short(float (&c)[4], u32 a0, u32 a1, u32 b0) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b0));
 }
-// Two numbers as 16-bit floats and what rounding left of them, in the same type.
-template <bool FP8>
-DEVICE void split(float x, float y, u32& rounded, u32& rest) {
-  if (FP8) {
-    float rx, ry;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(rounded) : "f"(y), "f"(x));
-    asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
-        : "=f"(rx), "=f"(ry) : "r"(rounded));
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(rest) : "f"(y - ry), "f"(x - rx));
-  } else {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rounded) : "f"(y), "f"(x));
-    const float rx = __uint_as_float(rounded << 16), ry = __uint_as_float(rounded & 0xffff0000u);
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rest) : "f"(y - ry), "f"(x - rx));
-  }
-}
-
 // Four E4M3 bytes as two pairs of f16, 2^8 times too small: bytes 0 and 2, bytes 1 and 3.
 DEVICE void widen(u32 word, u32& even, u32& odd) {
   even = ((word & 0x007f007fu) << 7) | ((word & 0x00800080u) << 8);
@@ -43,6 +22,7 @@ DEVICE uint4 squares(const u8* first, int lane) {
 
 template <bool FP8>
 struct Floats {
+  static constexpr bool CENTRED = false;
   static constexpr int TOKENS = FP8 ? SEALED_TILE_TOKENS : EXACT_TILE_TOKENS;
   static constexpr int TILES_PER_PAGE = PAGE_TOKENS / TOKENS;
   static constexpr int SIDE_BYTES = FP8 ? SEALED_KEY_BYTES : EXACT_SIDE_BYTES;

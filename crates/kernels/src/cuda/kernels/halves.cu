@@ -3,12 +3,6 @@
 // that many times 2^-24. A lane holds weights of every eighth token; as operands they are needed the other way round,
 // which is what `movmatrix` does.
 
-DEVICE void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // Codes of every other sixteen values lie four bits higher, so they count sixteen times.
 template <int BITS>
 struct HalfCodes : SealedKeys<BITS, 4> {

@@ -23,6 +23,7 @@ struct Arguments {
   const Item* items;
   float* totals;         // [row][query head]: logarithm (base 2) of the sum of all weights, or null
   const int* ends;       // [row]: positions from `sink` up to here are history, which is read from sealed pages
+  const u8* means;       // [page][KV head][channel]: what the stored keys of sealed pages are less of, in bf16, or null
   long long query_stride, out_stride, exact_stride, sealed_stride;
   int exact_slots;  // slots from here on are in `scratch`
   int group;
@@ -72,6 +73,11 @@ DEVICE const u8* page_of(const Arguments& a, Turn turn, u32 slot) {
   if (turn.sealed) return a.sealed + (long long)slot * a.sealed_stride + (long long)blockIdx.y * HISTORY_BYTES;
   if (slot < a.exact_slots) return a.exact + slot * a.exact_stride + (long long)blockIdx.y * PAGE_BYTES;
   return a.scratch + ((long long)(slot - a.exact_slots) * gridDim.y + blockIdx.y) * PAGE_BYTES;
+}
+
+// The mean key of a sealed page.
+DEVICE const u8* mean_of(const Arguments& a, Turn turn) {
+  return a.means ? a.means + ((long long)turn.page * gridDim.y + blockIdx.y) * (HEAD_DIM * 2) : nullptr;
 }
 
 // The two rows of a lane in the accumulator of a matrix product, eight rows apart.

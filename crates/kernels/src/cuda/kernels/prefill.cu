@@ -20,7 +20,7 @@ DEVICE void squares(u32 (&words)[4], u32 address, int lane) {
 DEVICE void fetch(const Arguments& a, const Item& item, Turn turn, u8* to) {
   const u8* page = page_of(a, turn, slot_of(a, item, turn));
 #if SEALED_BITS
-  if (turn.sealed) return unseal<THREADS>(page, to, threadIdx.x);
+  if (turn.sealed) return unseal<THREADS>(page, mean_of(a, turn), to, threadIdx.x);
 #endif
   const u32 target = shared_address(to);
   for (int at = threadIdx.x * 16; at < PAGE_BYTES; at += THREADS * 16)

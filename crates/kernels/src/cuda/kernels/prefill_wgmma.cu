@@ -13,7 +13,9 @@ constexpr int GROUP = 128, WORKERS = 2, THREADS = GROUP * (WORKERS + 1);
 static_assert(ROWS == 64 * WORKERS, "a warpgroup has 64 rows");
 constexpr int STEPS = HEAD_DIM / 16;
 #if SEALED_BITS
-constexpr int SEALED_STAGE_BYTES = SEALED_PAGE_BYTES;
+// A sealed page, and the mean key that its keys are less of.
+constexpr int MEAN_BYTES = BAND_UNITS ? HEAD_DIM * 2 : 0;
+constexpr int SEALED_STAGE_BYTES = SEALED_PAGE_BYTES + MEAN_BYTES;
 #else
 constexpr int SEALED_STAGE_BYTES = 0;
 #endif
@@ -28,12 +30,18 @@ DEVICE void wait_for(u32 barrier, u32 phase) {
 DEVICE void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
-// Arrives, and has so many bytes copied that the barrier waits for as well.
-DEVICE void arrive_and_copy(u32 barrier, u32 to, const u8* from, u32 bytes) {
-  asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%3], %2;"
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+// Arrives, and has the barrier wait for so many bytes as well.
+DEVICE void arrive_and_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+// Has bytes copied that a barrier waits for.
+DEVICE void copy(u32 barrier, u32 to, const u8* from, u32 bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
       :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+DEVICE void arrive_and_copy(u32 barrier, u32 to, const u8* from, u32 bytes) {
+  arrive_and_expect(barrier, bytes);
+  copy(barrier, to, from, bytes);
 }
 
 // A place in a ring of stages, and how often it went round.
@@ -85,8 +93,11 @@ DEVICE void bring(const Arguments& a, const Item& item, const Walk& walk, const 
   auto copy_sealed = [&](int stage) {
     if (thread == 0 && ahead < sealed_end) {
       const Turn turn = {ahead, true};
-      arrive_and_copy(memory.sealed_full + stage * 8, memory.sealed + stage * SEALED_STAGE_BYTES,
-                      page_of(a, turn, slot_of(a, item, turn)), SEALED_STAGE_BYTES);
+      const u32 barrier = memory.sealed_full + stage * 8, to = memory.sealed + stage * SEALED_STAGE_BYTES;
+      const u8* mean = mean_of(a, turn);
+      arrive_and_expect(barrier, SEALED_PAGE_BYTES + (mean ? MEAN_BYTES : 0));
+      copy(barrier, to, page_of(a, turn, slot_of(a, item, turn)), SEALED_PAGE_BYTES);
+      if (mean) copy(barrier, to + SEALED_PAGE_BYTES, mean, MEAN_BYTES);
     }
     ahead++;
   };
@@ -105,7 +116,7 @@ DEVICE void bring(const Arguments& a, const Item& item, const Walk& walk, const 
     if (turn.sealed) {
       wait_for(memory.sealed_full + sealed_place.stage * 8, sealed_place.phase);
       const u8* from = base + STAGES * PAGE_BYTES + sealed_place.stage * SEALED_STAGE_BYTES;
-      unseal<GROUP>(from, base + place.stage * PAGE_BYTES, thread);
+      unseal<GROUP>(from, a.means ? from + SEALED_PAGE_BYTES : nullptr, base + place.stage * PAGE_BYTES, thread);
       // What was written here is read by products, what was read here is overwritten by a copy.
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       arrive(full);

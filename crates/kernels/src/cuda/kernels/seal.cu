@@ -13,16 +13,26 @@ constexpr float SMALLEST_RANGE = 1e-8f;
 // A row is stretched only by a factor between these.
 constexpr float SMALLEST_GAIN = 0.5f, LARGEST_GAIN = 2.0f;
 
+struct SealedPage {
+  u32 from, to, number;  // slots; the number in its sequence
+};
+struct SealedLayer {
+  u32 begin, kind;  // first byte in a sealed slot; what becomes of pages
+  u32 place;        // among the layers whose pages are centred, or all ones
+};
+
 struct Arguments {
   const u8* exact;      // [slot][layer][head] bf16 pages
   const u8* scratch;    // [slot - exact_slots][head]: slots that hold one layer
   u8* sealed;           // [slot], each `sealed_stride` bytes
-  const uint2* pages;   // from slot, to slot
-  const uint2* layers;  // first byte in a sealed slot; what becomes of pages
+  const SealedPage* pages;
+  const SealedLayer* layers;
   const u32* rules;     // [layer][head][key, value]: rule, and from bit 8 on the rank of the magnitude to clip at
   u64* failure;         // place of the first number that is not finite, all ones if there is none
+  const u8* means;      // [place][page][head]: mean keys in bf16, as rows are stored
   long long sealed_stride;
   int exact_slots, all_layers, first_layer, layers_here, kv_heads;
+  int mean_pages;       // that a layer has means of
 };
 
 DEVICE u32 largest_magnitude(const Row& row) {
@@ -266,9 +276,9 @@ DEVICE void put_value(u8* page, const LaneToken& at, int chunk, const u32 (&quad
   }
 }
 
-DEVICE void seal_row(const Row& row, u32 rule, int side, int token, u8* page) {
+DEVICE void seal_row(const Row& row, const uint4* mean, u32 rule, int side, int token, u8* page) {
 #if BAND_UNITS
-  if (side == 0) return seal_key(row, token, page);
+  if (side == 0) return seal_key({row, mean}, token, page);
 #endif
   const int kind = rule & 255;
   float threshold = __int_as_float(0x7f800000);
@@ -330,7 +340,7 @@ DEVICE u32 two_e4m3(float x, float y) {
 #endif
 }
 
-DEVICE void seal_row(const Row& row, u32, int side, int token, u8* page) {
+DEVICE void seal_row(const Row& row, const uint4*, u32, int side, int token, u8* page) {
   const float largest = __uint_as_float(largest_magnitude(row) << 16);
   const u32 bits = stored_bits(fmaxf(largest / 448.0f, __uint_as_float(SMALLEST)));
   const float scale = scale_value(bits);
@@ -360,7 +370,7 @@ DEVICE void seal_row(const Row& row, u32, int side, int token, u8* page) {
   }
 }
 #else
-DEVICE void seal_row(const Row&, u32, int, int, u8*) {}
+DEVICE void seal_row(const Row&, const uint4*, u32, int, int, u8*) {}
 #endif
 
 // Squares of eight channels and eight tokens of values are transposed where they lie, so that rows are those of tokens. A warp
@@ -399,13 +409,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) seal(Arguments a) {
   const int thread = threadIdx.x, side = thread / PAGE_TOKENS, token = thread % PAGE_TOKENS;
   const u32 block = blockIdx.x, head = block % a.kv_heads, rest = block / a.kv_heads;
   const int layer = a.first_layer + rest % a.layers_here;
-  const uint2 described = a.layers[layer];
-  if (described.y == NO_HISTORY) return;
-  const uint2 slots = a.pages[rest / a.layers_here];
+  const SealedLayer described = a.layers[layer];
+  if (described.kind == NO_HISTORY) return;
+  const SealedPage page = a.pages[rest / a.layers_here];
   const long long page_bytes = PAGE_UNITS * 16;
-  const u8* source = slots.x < a.exact_slots
-      ? a.exact + (((long long)slots.x * a.all_layers + layer) * a.kv_heads + head) * page_bytes
-      : a.scratch + ((long long)(slots.x - a.exact_slots) * a.kv_heads + head) * page_bytes;
+  const u8* source = page.from < a.exact_slots
+      ? a.exact + (((long long)page.from * a.all_layers + layer) * a.kv_heads + head) * page_bytes
+      : a.scratch + ((long long)(page.from - a.exact_slots) * a.kv_heads + head) * page_bytes;
   for (int i = thread; i < PAGE_UNITS; i += THREADS) {
     const u32 target = shared_address(memory + i);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(target), "l"(source + 16 * i) : "memory");
@@ -425,15 +435,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) seal(Arguments a) {
     if (found != ~0ull) atomicMin(a.failure, found);
     return;
   }
-  u8* target = a.sealed + slots.y * a.sealed_stride + described.x;
-  if (BITS == 16 || described.y == COPIED) {
+  u8* target = a.sealed + page.to * a.sealed_stride + described.begin;
+  if (BITS == 16 || described.kind == COPIED) {
     target += head * page_bytes;
     for (int i = thread; i < PAGE_UNITS; i += THREADS) ((uint4*)target)[i] = memory[i];
     return;
   }
   if (side) transpose_values(memory, token);
   const Row row = {memory + (token >> 3) * TILE_UNITS + side * SIDE_UNITS + (token & 7)};
-  seal_row(row, rule, side, token, staged);
+  const uint4* mean = nullptr;
+  if (described.place != ~0u)
+    mean = (const uint4*)(a.means + (((long long)described.place * a.mean_pages + page.number) * a.kv_heads + head) * (HEAD_DIM * 2));
+  seal_row(row, mean, rule, side, token, staged);
   __syncthreads();
   target += head * (long long)SEALED_BYTES;
   for (int i = thread; i < SEALED_BYTES / 16; i += THREADS) ((uint4*)target)[i] = ((uint4*)staged)[i];

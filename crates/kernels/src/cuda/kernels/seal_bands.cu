@@ -28,6 +28,27 @@ DEVICE u32 scale_code(float value) {
   return min(max(code, 0), 255);
 }
 
+// A key in shared memory and the mean key of its page, which it is less of, if there is one.
+struct Key {
+  Row row;
+  const uint4* mean;
+  // Eight channels.
+  DEVICE void channels(int part, float (&x)[8]) const {
+    halves(row.unit(part >> 2, part & 3), x);
+    if (!mean) return;
+    float less[8];
+    halves(__ldg(mean + part), less);
+    #pragma unroll
+    for (int e = 0; e < 8; e++) x[e] -= less[e];
+  }
+  DEVICE static void halves(const uint4& unit, float (&x)[8]) {
+    x[0] = low_half(unit.x); x[1] = high_half(unit.x);
+    x[2] = low_half(unit.y); x[3] = high_half(unit.y);
+    x[4] = low_half(unit.z); x[5] = high_half(unit.z);
+    x[6] = low_half(unit.w); x[7] = high_half(unit.w);
+  }
+};
+
 // A band of a key.
 struct KeyBand {
   int bits, first, units;  // of a code; sixteens of channels
@@ -46,14 +67,13 @@ struct KeyBand {
 
   // Calls `f` with every channel in order.
   template <class F>
-  DEVICE void for_channels(const Row& row, F f) const {
+  DEVICE void for_channels(const Key& key, F f) const {
     #pragma unroll 1
     for (int part = 2 * first; part < 2 * (first + units); part++) {
-      const uint4 unit = row.unit(part >> 2, part & 3);
-      f(low_half(unit.x)); f(high_half(unit.x));
-      f(low_half(unit.y)); f(high_half(unit.y));
-      f(low_half(unit.z)); f(high_half(unit.z));
-      f(low_half(unit.w)); f(high_half(unit.w));
+      float x[8];
+      key.channels(part, x);
+      #pragma unroll
+      for (int e = 0; e < 8; e++) f(x[e]);
     }
   }
 
@@ -72,15 +92,15 @@ struct KeyBand {
   }
 
   // What channels are multiplied with, and the product of the band and its levels. One-bit codes have one step.
-  DEVICE float choose_only(const Row& row, float deviation, float& along) const {
+  DEVICE float choose_only(const Key& key, float deviation, float& along) const {
     const float reciprocal = reciprocal_of(ONE_BIT_STEP, deviation);
     float product = 0.0f;
-    for_channels(row, [&](float x) { product = __fmaf_rn(x, level(code_above(x, reciprocal)), product); });
+    for_channels(key, [&](float x) { product = __fmaf_rn(x, level(code_above(x, reciprocal)), product); });
     along = product * levels;
     return reciprocal;
   }
   // The same of the best step.
-  DEVICE float choose_best(const Row& row, float deviation, float& along) const {
+  DEVICE float choose_best(const Key& key, float deviation, float& along) const {
     const u32* steps = band_steps + (bits == 4 ? 0 : BAND_STEPS);
     float reciprocals[BAND_STEPS], products[BAND_STEPS], squares[BAND_STEPS];
     #pragma unroll
@@ -88,7 +108,7 @@ struct KeyBand {
       reciprocals[i] = reciprocal_of(steps[i], deviation);
       products[i] = squares[i] = 0.0f;
     }
-    for_channels(row, [&](float x) {
+    for_channels(key, [&](float x) {
       #pragma unroll
       for (int i = 0; i < BAND_STEPS; i++) {
         const float u = level(code_above(x, reciprocals[i]));
@@ -113,16 +133,16 @@ struct KeyBand {
 
   // Puts the codes of the band, whose first unit has this bit, into the page, and returns the code of its scale. `held` are words
   // that are not full yet.
-  DEVICE u32 seal(const Row& row, const LaneToken& at, u8* page, int unit_bit, u32 (&held)[4]) const {
+  DEVICE u32 seal(const Key& key, const LaneToken& at, u8* page, int unit_bit, u32 (&held)[4]) const {
     float squares = 0.0f, along = 0.0f, reciprocal = 0.0f;
-    for_channels(row, [&](float x) { squares = __fmaf_rn(x, x, squares); });
+    for_channels(key, [&](float x) { squares = __fmaf_rn(x, x, squares); });
     const bool zero = !(squares > 0.0f);
     if (squares == __int_as_float(0x7f800000)) {
       // The step is infinite, so every code is that of zero. A sum of halves may overflow and a sum of less may not.
-      for_channels(row, [&](float x) { along = __fmaf_rn(x, 0.5f, along); });
+      for_channels(key, [&](float x) { along = __fmaf_rn(x, 0.5f, along); });
     } else if (!zero) {
       const float deviation = __fsqrt_rn(squares / (float)(16 * units));
-      reciprocal = bits == 1 ? choose_only(row, deviation, along) : choose_best(row, deviation, along);
+      reciprocal = bits == 1 ? choose_only(key, deviation, along) : choose_best(key, deviation, along);
     }
     #pragma unroll 1
     for (int i = 0; i < units; i++) {
@@ -130,10 +150,8 @@ struct KeyBand {
       #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int part = 2 * (first + i) + half;
-        const uint4 unit = row.unit(part >> 2, part & 3);
-        const float x[8] = {low_half(unit.x), high_half(unit.x), low_half(unit.y), high_half(unit.y),
-                            low_half(unit.z), high_half(unit.z), low_half(unit.w), high_half(unit.w)};
-        float c[8];
+        float x[8], c[8];
+        key.channels(part, x);
         #pragma unroll
         for (int e = 0; e < 8; e++) c[e] = code_above(x[e], reciprocal);
         quads[2 * half] = zero ? 0 : four_bytes(c[0], c[1], c[2], c[3]);
@@ -161,13 +179,13 @@ struct KeyBand {
   }
 };
 
-DEVICE void seal_key(const Row& row, int token, u8* page) {
+DEVICE void seal_key(const Key& key, int token, u8* page) {
   const LaneToken at(token);
   page += at.tile * TILE_BYTES;
   u32 held[4] = {0, 0, 0, 0}, scales = 0;
   #pragma unroll 1
   for (int band = 0; band < BANDS; band++)
-    scales |= KeyBand(band).seal(row, at, page, band_bit(band), held) << 8 * band;
+    scales |= KeyBand(band).seal(key, at, page, band_bit(band), held) << 8 * band;
   *(u32*)(page + SCALES_AT + token_scale(at.eight, at.row)) = scales;
 }
 #endif

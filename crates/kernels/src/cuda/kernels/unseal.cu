@@ -56,9 +56,25 @@ DEVICE int code_shift(int half, int part) { return SEALED_BITS == 4 ? 4 * part :
 constexpr u32 CODES = ((1u << SEALED_BITS) - 1) * 0x01010101u;
 
 #if BAND_UNITS
+// Eight channels of the mean key of a page, in bf16, or zeros if there is none.
+DEVICE uint4 eight_of_mean(const u8* mean, int channel) {
+  return mean ? *(const uint4*)(mean + channel * 2) : make_uint4(0, 0, 0, 0);
+}
+// Two numbers and a pair of bf16 as a pair of bf16.
+DEVICE u32 sum_of_halves(float low, float high, u32 pair) {
+  return two_halves(low + __uint_as_float(pair << 16), high + __uint_as_float(pair & 0xffff0000u));
+}
+// The same of four numbers as `four_numbers`.
+DEVICE uint2 four_sums(u32 codes, float scale, float bias, u32 first, u32 second) {
+  return make_uint2(
+      sum_of_halves(fmaf(scale, code_and_128(codes, 0), bias), fmaf(scale, code_and_128(codes, 1), bias), first),
+      sum_of_halves(fmaf(scale, code_and_128(codes, 2), bias), fmaf(scale, code_and_128(codes, 3), bias), second));
+}
+
 // Keys in bands. Of each sixteen channels a thread has the first or the second eight. Channels after the last band are zero.
+// Keys are less `mean`, where that is not null.
 template <int THREADS>
-DEVICE void unseal_keys(const u8* page, u8* out, int thread) {
+DEVICE void unseal_keys(const u8* page, const u8* mean, u8* out, int thread) {
   constexpr int SHARES = THREADS / 128, UNITS = HEAD_DIM / 16, STORED_UNITS = band_unit(3) + band_units(3);
   // Bits of a token need not begin at a byte.
   constexpr bool ALIGNED = TOKEN_BITS % 8 == 0;
@@ -86,8 +102,9 @@ DEVICE void unseal_keys(const u8* page, u8* out, int thread) {
   for (int unit = 0; unit < UNITS; unit++) {
     if (SHARES > 1 && unit % SHARES != thread / 128) continue;
     uint4* target = (uint4*)(out + key_square(token, unit * 16 + half * 8));
+    const uint4 more = eight_of_mean(mean, unit * 16 + half * 8);
     if (unit >= STORED_UNITS) {
-      *target = make_uint4(0, 0, 0, 0);
+      *target = more;
       continue;
     }
     int band = 0;
@@ -102,14 +119,14 @@ DEVICE void unseal_keys(const u8* page, u8* out, int thread) {
     for (int j = 0; j < 2; j++) {
       const u32 word = UNITS_TOGETHER ? *(const u32*)(place.tile + key_word(flat / 8, place.row * 4 + 2 * half + j))
           : later ? words[j][min(bit / 8 + 1, WORDS - 1)] : words[j][bit / 8];
-      eight[j] = four_numbers(word >> shift & mask, scales[band], biases[band]);
+      eight[j] = four_sums(word >> shift & mask, scales[band], biases[band], word_of(more, 2 * j), word_of(more, 2 * j + 1));
     }
     *target = make_uint4(eight[0].x, eight[0].y, eight[1].x, eight[1].y);
   }
 }
 #else
 template <int THREADS>
-DEVICE void unseal_keys(const u8* page, u8* out, int thread) {
+DEVICE void unseal_keys(const u8* page, const u8*, u8* out, int thread) {
   constexpr int SHARES = THREADS / PAGE_TOKENS, CHUNKS = HEAD_DIM / 32;
   const int token = thread % PAGE_TOKENS;
   const SealedToken place(page, token);
@@ -178,7 +195,7 @@ DEVICE float stored_scale(const u8* page, int side, int token) {
 }
 
 template <int THREADS>
-DEVICE void unseal_keys(const u8* page, u8* out, int thread) {
+DEVICE void unseal_keys(const u8* page, const u8*, u8* out, int thread) {
   const int token = thread % PAGE_TOKENS;
   const float scale = stored_scale(page, 0, token);
   #pragma unroll (AT_ONCE<THREADS>)
@@ -220,8 +237,8 @@ DEVICE void unseal_values(const u8* page, u8* out, int thread) {
 
 #if SEALED_BITS
 template <int THREADS>
-DEVICE void unseal(const u8* page, u8* out, int thread) {
-  unseal_keys<THREADS>(page, out, thread);
+DEVICE void unseal(const u8* page, const u8* mean, u8* out, int thread) {
+  unseal_keys<THREADS>(page, mean, out, thread);
   unseal_values<THREADS>(page, out, thread);
 }
 #endif
