@@ -345,14 +345,15 @@ pub(super) fn chunks(cuda: &CudaBackend) -> usize {
                 .flat_map(|(index, row)| sequences[1].rows_after(due.clone(), 500 + index, row))
                 .collect();
             let different = together.iter().zip(&alone).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
-            if different > 0 {
-                println!(
-                    "FAILED {d} channels, {group} query heads, {name:?}: {different} of {} numbers differ in a chunk, \
-                     by {:.1e}",
-                    alone.len(),
-                    error(&alone, &together)
-                );
-                failures += 1;
+            let what =
+                format!("{d} channels, {group} query heads, {}{}", name.unwrap_or("bf16"), extras.name());
+            match different {
+                0 => println!("chunks of {what}: the same bits as row by row"),
+                _ => {
+                    let (count, by) = (alone.len(), error(&alone, &together));
+                    println!("FAILED {what}: {different} of {count} numbers differ in a chunk, by {by:.1e}");
+                    failures += 1;
+                }
             }
         }
     }
