@@ -7,12 +7,11 @@ use oscar_codec::{
     KvGeometry, PageCodec, PageMeans, RowEncoder, Rule, ScaleType, SquareMatrix, hadamard,
 };
 use oscar_kernels::Backend;
-use oscar_kernels::backend::Feature;
 use oscar_model::LoadedModel;
 use rayon::prelude::*;
 
 use crate::error::RotationError;
-use crate::rotation::{PageCentred, RotationFile, RotationSet, Scope, SideRotations};
+use crate::rotation::{RotationFile, RotationSet, Scope, SideRotations};
 
 /// The published clip ratios for keys and values.
 pub const PAPER_RULES: (Rule, Rule) = (Rule::Clip(0.96), Rule::Clip(0.92));
@@ -60,17 +59,14 @@ pub struct Int2Options {
     pub scales: ScaleType,
     /// Bits of the bands of keys in every layer instead of those in the file.
     pub widths: Option<KeyWidths>,
-    /// How the keys of each layer turn with their position. With it keys in bands are centred page by page if the file has what
-    /// that needs; without it all pages have one mean.
-    pub turnings: Option<Vec<Arc<KeyTurning>>>,
+    /// How the keys of each layer turn with their position, which files need whose keys are centred page by page.
+    pub turnings: Vec<Arc<KeyTurning>>,
 }
 
 impl Int2Options {
-    /// The default for a model on the device that it is on.
+    /// The default for a model.
     pub fn of<B: Backend>(model: &LoadedModel<B>) -> Int2Options {
-        let centres_pages = model.model().backend().supports(Feature::PageMeans);
-        let turnings = centres_pages.then(|| model.config().key_turnings());
-        Int2Options { turnings, ..Int2Options::default() }
+        Int2Options { turnings: model.config().key_turnings(), ..Int2Options::default() }
     }
 
     /// The encoder that is used for a file: never [`Int2Encoder::Auto`].
@@ -109,7 +105,7 @@ pub fn int2_codec(
             // Widths are of bands that all layers have.
             let mixing = band_mixing(&BandLayout::int2(geometry.head_dim)?);
             let value_rule = options.rules.map(|rules| rules.1);
-            BandCodec { name, file, geometry, turnings: options.turnings.as_deref() }
+            BandCodec { name, file, geometry, turnings: &options.turnings }
                 .build(&mixing, &layouts, value_rule)
         }
         encoder => scalar_codec(name, file, geometry, encoder == Int2Encoder::Paper, options),
@@ -122,7 +118,7 @@ pub fn int15_codec(
     name: &str,
     file: &RotationFile,
     geometry: KvGeometry,
-    turnings: Option<&[Arc<KeyTurning>]>,
+    turnings: &[Arc<KeyTurning>],
 ) -> Result<PageCodec, RotationError> {
     let layout = BandLayout::int15(geometry.head_dim)?;
     BandCodec { name, file, geometry, turnings }.build(
@@ -137,7 +133,7 @@ struct BandCodec<'a> {
     name: &'a str,
     file: &'a RotationFile,
     geometry: KvGeometry,
-    turnings: Option<&'a [Arc<KeyTurning>]>,
+    turnings: &'a [Arc<KeyTurning>],
 }
 
 impl BandCodec<'_> {
@@ -160,11 +156,10 @@ impl BandCodec<'_> {
                 .get(&layer)
                 .ok_or_else(|| self.unfit(format!("the rotation file has no layer {layer}")))?;
             let mean = |side: &SideRotations| side.means.as_ref().map(|means| means[head].clone());
-            let (bands, page_means) = match self.page_centred(layer, &rotations.keys) {
-                Some((centred, turning)) => {
-                    (&centred.bands, Some(PageMeans::new(&centred.unturned_means[head], turning)?))
-                }
-                None => (rotations.keys.bands.as_ref().ok_or_else(no_bands)?, None),
+            let bands = rotations.keys.bands.as_ref().ok_or_else(no_bands)?;
+            let page_means = match &rotations.keys.unturned_means {
+                Some(means) => Some(PageMeans::new(&means[head], self.turning(layer)?)?),
+                None => None,
             };
             let keys = HeadTransform::general(mean(&rotations.keys), &bands[head].multiply(mixing))?;
             let values = HeadTransform::new(mean(&rotations.values), &rotations.values.rotations[head])?;
@@ -182,13 +177,10 @@ impl BandCodec<'_> {
         Ok(PageCodec::new(self.name, geometry, keys, values)?)
     }
 
-    /// What centring the keys of a layer page by page needs, if there is all of it.
-    fn page_centred<'a>(
-        &self,
-        layer: usize,
-        keys: &'a SideRotations,
-    ) -> Option<(&'a PageCentred, Arc<KeyTurning>)> {
-        Some((keys.page_centred.as_ref()?, self.turnings?.get(layer)?.clone()))
+    /// How the keys of a layer turn, which their means need.
+    fn turning(&self, layer: usize) -> Result<Arc<KeyTurning>, RotationError> {
+        let problem = "the keys of its pages have means that turn, and it is not known how";
+        self.turnings.get(layer).cloned().ok_or_else(|| self.unfit(problem.to_owned()))
     }
 
     fn unfit(&self, problem: String) -> RotationError {

@@ -181,14 +181,9 @@ fn optional_distance(a: Option<Vec<f32>>, b: Option<Vec<f32>>) -> Option<f64> {
 
 /// The largest distance of what makes bands of the keys of a head.
 fn band_distance(a: &SideRotations, b: &SideRotations, head: usize) -> Option<f64> {
-    let one_mean = |side: &SideRotations| Some(side.bands.as_ref()?.get(head)?.to_f32());
-    let by_page = |side: &SideRotations| Some(side.page_centred.as_ref()?.bands.get(head)?.to_f32());
-    let unturned = |side: &SideRotations| side.page_centred.as_ref()?.unturned_means.get(head).cloned();
-    let distances = [
-        optional_distance(one_mean(a), one_mean(b)),
-        optional_distance(by_page(a), by_page(b)),
-        optional_distance(unturned(a), unturned(b)),
-    ];
+    let bands = |side: &SideRotations| Some(side.bands.as_ref()?.get(head)?.to_f32());
+    let unturned = |side: &SideRotations| side.unturned_means.as_ref()?.get(head).cloned();
+    let distances = [optional_distance(bands(a), bands(b)), optional_distance(unturned(a), unturned(b))];
     distances.into_iter().flatten().reduce(f64::max)
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use oscar_codec::{KvGeometry, Rule, hadamard};
 
-use crate::rotation::{LayerRotations, PageCentred, RotationFile, RotationHeader, SideRotations};
+use crate::rotation::{LayerRotations, RotationFile, RotationHeader, SideRotations};
 
 /// Rotations of a geometry that know nothing of a model.
 pub(crate) fn hadamard_rotations(model: &str, geometry: KvGeometry) -> RotationFile {
@@ -16,10 +16,7 @@ pub(crate) fn hadamard_rotations(model: &str, geometry: KvGeometry) -> RotationF
         means: Some(vec![vec![0.0; head_dim]; kv_heads]),
         metrics: None,
         bands: bands.then(|| vec![matrix.clone(); kv_heads]),
-        page_centred: bands.then(|| PageCentred {
-            unturned_means: vec![vec![0.0; head_dim]; kv_heads],
-            bands: vec![matrix.clone(); kv_heads],
-        }),
+        unturned_means: bands.then(|| vec![vec![0.0; head_dim]; kv_heads]),
         rules: vec![Rule::Search; kv_heads],
     };
     let layer = LayerRotations { keys: side(true), values: side(false) };
@@ -33,6 +30,10 @@ pub(crate) fn hadamard_rotations(model: &str, geometry: KvGeometry) -> RotationF
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use oscar_codec::{KeyTurning, RopeLayout};
+
     use super::*;
     use crate::codec::{Int2Encoder, Int2Options, int2_codec};
 
@@ -42,7 +43,8 @@ mod tests {
             let geometry = KvGeometry { layers: 2, kv_heads: 3, head_dim };
             let file = hadamard_rotations("random", geometry);
             for encoder in [Int2Encoder::Auto, Int2Encoder::Band, Int2Encoder::Scalar] {
-                let options = Int2Options { encoder, ..Int2Options::default() };
+                let still = Arc::new(KeyTurning::new(Vec::new(), RopeLayout::Halves));
+                let options = Int2Options { encoder, turnings: vec![still; 2], ..Int2Options::default() };
                 assert!(int2_codec("int2", &file, geometry, &options).is_ok(), "{encoder:?}");
             }
         }

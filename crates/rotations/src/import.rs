@@ -116,7 +116,7 @@ pub(crate) fn side(layer: &PtLayer, rule: Rule) -> SideRotations {
         means: None,
         metrics: None,
         bands: None,
-        page_centred: None,
+        unturned_means: None,
         rules: vec![rule; layer.rotations.len()],
     }
 }

@@ -5,7 +5,7 @@
 //! rows of key rotations and of bands, the key means and both sides of C_Q move. Channels that do not rotate stay where
 //! they are, and so do values, which no position embedding touches.
 
-use super::rotation::{PageCentred, RotationFile, RotationSet, SideRotations};
+use super::rotation::{RotationFile, RotationSet, SideRotations};
 
 /// The same rotations for a model whose keys are interleaved.
 ///
@@ -71,10 +71,7 @@ fn permuted_keys(keys: &SideRotations, order: &[usize]) -> SideRotations {
             .as_ref()
             .map(|all| all.iter().map(|metric| metric.permute_both(order)).collect()),
         bands: keys.bands.as_ref().map(|all| all.iter().map(|bands| bands.permute_rows(order)).collect()),
-        page_centred: keys.page_centred.as_ref().map(|PageCentred { unturned_means, bands }| PageCentred {
-            unturned_means: unturned_means.iter().map(mean).collect(),
-            bands: bands.iter().map(|bands| bands.permute_rows(order)).collect(),
-        }),
+        unturned_means: keys.unturned_means.as_ref().map(|means| means.iter().map(mean).collect()),
         rules: keys.rules.clone(),
     }
 }

@@ -60,7 +60,5 @@ pub use notice::Notice;
 pub use pickle::PickleError;
 pub use plan::{CacheOptions, CachePlan, EncoderOptions};
 pub use probe::{ProbeDistance, RetrievalProbe};
-pub use rotation::{
-    LayerRotations, PageCentred, RotationFile, RotationHeader, RotationSet, Scope, SideRotations,
-};
+pub use rotation::{LayerRotations, RotationFile, RotationHeader, RotationSet, Scope, SideRotations};
 pub use verdict::Verdict;

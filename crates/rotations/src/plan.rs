@@ -96,9 +96,7 @@ impl CachePlan {
                 let options = Int2Options { turnings, ..int2_options(&options.encoder) };
                 Some(int2_codec("int2", &found.file, geometry, &options)?)
             }
-            (CacheType::Int15, Some(found)) => {
-                Some(int15_codec("int1.5", &found.file, geometry, turnings.as_deref())?)
-            }
+            (CacheType::Int15, Some(found)) => Some(int15_codec("int1.5", &found.file, geometry, &turnings)?),
             (CacheType::Int4 | CacheType::Fp8, _) => {
                 let means = match found.and_then(|found| mean_keys(&found.file, geometry)) {
                     Some(means) => means,

@@ -110,19 +110,11 @@ pub struct SideRotations {
     /// Keys only: matrices to bands of channels by falling strength, each of about unit strength; not rotations. One for
     /// each rotation.
     pub bands: Option<Vec<SquareMatrix>>,
-    /// Keys only: bands of keys that are centred page by page, if a device can do that.
-    pub page_centred: Option<PageCentred>,
+    /// Beside bands: the mean key of each KV head before rotary embedding. The keys of a page are centred by the mean that follows
+    /// from it. Without it keys have one mean, as in files before version 4.
+    pub unturned_means: Option<Vec<Vec<f32>>>,
     /// Rules by which rows are rounded; one for each rotation.
     pub rules: Vec<Rule>,
-}
-
-/// Bands of keys that are centred by the mean key of their page.
-#[derive(Clone, Debug, PartialEq)]
-pub struct PageCentred {
-    /// The mean key of each KV head before rotary embedding, from which the mean of every page follows.
-    pub unturned_means: Vec<Vec<f32>>,
-    /// Matrices as in [`SideRotations::bands`], for what is left of the keys.
-    pub bands: Vec<SquareMatrix>,
 }
 
 /// Whether heads of a layer share a rotation.
@@ -292,8 +284,8 @@ impl SideRotations {
         if let Some(bands) = &self.bands {
             matrices("bands", bands)?;
         }
-        if let Some(PageCentred { unturned_means, bands }) = &self.page_centred {
-            matrices("page_bands", bands)?;
+        if let Some(unturned_means) = &self.unturned_means {
+            count("bands", self.bands.as_ref().map_or(0, Vec::len), &[expected])?;
             count("unturned_mean", unturned_means.len(), &[expected])?;
             for mean in unturned_means {
                 length("unturned_mean", mean.len())?;

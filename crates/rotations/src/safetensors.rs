@@ -1,13 +1,13 @@
 //! Our own rotation file: one safetensors file for keys and values, with what they were made for.
 //!
-//! Tensors are `layers.{i}.{keys|values}.{head|layer}.{rotation|eigenvalues|mean|metric|bands|unturned_mean|page_bands}`. Those of scope `head`
-//! begin with an axis of KV heads; a metric is the upper triangle, row by row. Everything else is text in the
+//! Tensors are `layers.{i}.{keys|values}.{head|layer}.{rotation|eigenvalues|mean|metric|bands|unturned_mean}`. Those of scope
+//! `head` begin with an axis of KV heads; a metric is the upper triangle, row by row. Everything else is text in the
 //! metadata. The same rotations give the same bytes.
 //!
 //! Rotations are float16 and are made orthonormal again when they are read; bands are float16 and used as they are;
 //! metrics are bfloat16, because their range is large and they are only compared with; eigenvalues and means are float32.
-//! Bands are there from version 3 on, those of keys that are centred page by page from version 4 on. Files of version 1, rotations that others have published and work in progress have
-//! float32 throughout.
+//! Bands are there from version 3 on; from version 4 on they are of keys that are centred page by page. Files of version 1, rotations
+//! that others have published and work in progress have float32 throughout.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -21,8 +21,7 @@ use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use super::error::RotationError;
 use super::limits::{ELEMENT_LIMIT, FILE_LIMIT, LAYER_ID_LIMIT, LAYER_LIMIT, ORTHOGONALITY_LIMIT};
 use super::rotation::{
-    FORMAT_VERSION, LayerRotations, PageCentred, RotationFile, RotationHeader, RotationSet, SIDES, Scope,
-    SideRotations,
+    FORMAT_VERSION, LayerRotations, RotationFile, RotationHeader, RotationSet, SIDES, Scope, SideRotations,
 };
 
 mod write;
@@ -31,8 +30,8 @@ pub use write::{write, write_exact, write_widths};
 
 const FORMAT_NAME: &str = "oscar-rotations";
 const HEADER_LIMIT: u64 = 16 << 20;
-/// Most tensors of a file: two scopes, two sides, seven tensors for each layer.
-const TENSOR_LIMIT: usize = 28 * LAYER_LIMIT;
+/// Most tensors of a file: two scopes, two sides, six tensors for each layer.
+const TENSOR_LIMIT: usize = 24 * LAYER_LIMIT;
 const METADATA: &str = "__metadata__";
 /// The field of metadata with the widths of keys by layer id. Programs that do not know it use the default in every layer.
 const WIDTHS: &str = "key_widths";
@@ -318,28 +317,19 @@ impl<'a> Contents<'a> {
         let metrics = tensor("metric", &[shape(&[triangle])])?;
         let metrics =
             metrics.map(|metrics| chunks(&metrics, triangle).map(|values| unpack(d, values)).collect());
-        let mut matrices = |what: &str| -> Result<Option<Vec<SquareMatrix>>, RotationError> {
-            let Some(values) = tensor(what, &[shape(&[d, d])])? else { return Ok(None) };
-            let matrices =
-                chunks(&values, d.saturating_mul(d)).map(|values| SquareMatrix::from_f32(d, values));
-            let matrices = matrices.collect::<Result<_, _>>();
-            matrices.map(Some).map_err(|source| RotationError::Codec { path: self.path.to_owned(), source })
+        let bands = match tensor("bands", &[shape(&[d, d])])? {
+            Some(values) => {
+                let matrices =
+                    chunks(&values, d.saturating_mul(d)).map(|values| SquareMatrix::from_f32(d, values));
+                let matrices = matrices.collect::<Result<_, _>>();
+                let failed = |source| RotationError::Codec { path: self.path.to_owned(), source };
+                Some(matrices.map_err(failed)?)
+            }
+            None => None,
         };
-        let (bands, page_bands) = (matrices("bands")?, matrices("page_bands")?);
-        let unturned = tensor("unturned_mean", &[shape(&[d])])?;
-        let page_centred = match (unturned, page_bands) {
-            (None, None) => None,
-            (Some(means), Some(bands)) => {
-                Some(PageCentred { unturned_means: chunks(&means, d).map(<[f32]>::to_vec).collect(), bands })
-            }
-            (None, Some(_)) => {
-                return Err(RotationError::tensor(self.path, format!("{name}.unturned_mean"), "is missing"));
-            }
-            (Some(_), None) => {
-                return Err(RotationError::tensor(self.path, format!("{name}.page_bands"), "is missing"));
-            }
-        };
-        Ok(SideRotations { rotations, eigenvalues, means, metrics, bands, page_centred, rules })
+        let unturned_means = tensor("unturned_mean", &[shape(&[d])])?;
+        let unturned_means = unturned_means.map(|means| chunks(&means, d).map(<[f32]>::to_vec).collect());
+        Ok(SideRotations { rotations, eigenvalues, means, metrics, bands, unturned_means, rules })
     }
 
     fn values(

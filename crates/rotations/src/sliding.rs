@@ -2,7 +2,7 @@
 
 use oscar_codec::SquareMatrix;
 
-use crate::rotation::{LayerRotations, PageCentred, RotationFile, RotationSet, SideRotations};
+use crate::rotation::{LayerRotations, RotationFile, RotationSet, SideRotations};
 
 impl RotationFile {
     /// Lets rows of `layers` stay as they are where the file has no rotations for them, so that whoever builds a codec finds
@@ -25,23 +25,25 @@ fn fill(set: &mut RotationSet, layers: &[usize]) {
 /// Rotations that change nothing, as many as a side of another layer has.
 fn unchanged(like: &SideRotations) -> SideRotations {
     let identity = |matrix: &SquareMatrix| SquareMatrix::identity(matrix.dim());
+    let zeros = |means: &Option<Vec<Vec<f32>>>| -> Option<Vec<Vec<f32>>> {
+        Some(means.as_ref()?.iter().map(|mean| vec![0.0; mean.len()]).collect())
+    };
     SideRotations {
         rotations: like.rotations.iter().map(identity).collect(),
         eigenvalues: Vec::new(),
-        means: like.means.as_ref().map(|means| means.iter().map(|mean| vec![0.0; mean.len()]).collect()),
+        means: zeros(&like.means),
         metrics: None,
         bands: like.bands.as_ref().map(|bands| bands.iter().map(identity).collect()),
-        page_centred: like.page_centred.as_ref().map(|like| PageCentred {
-            unturned_means: like.unturned_means.iter().map(|mean| vec![0.0; mean.len()]).collect(),
-            bands: like.bands.iter().map(identity).collect(),
-        }),
+        unturned_means: zeros(&like.unturned_means),
         rules: like.rules.clone(),
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use oscar_codec::KvGeometry;
+    use std::sync::Arc;
+
+    use oscar_codec::{KeyTurning, KvGeometry, RopeLayout};
 
     use crate::codec::{Int2Encoder, Int2Options, int2_codec};
     use crate::hadamard::hadamard_rotations;
@@ -53,7 +55,8 @@ mod tests {
         let mut file = whole.clone();
         file.heads.as_mut().expect("heads").retain(|&layer, _| layer == 2);
         for encoder in [Int2Encoder::Band, Int2Encoder::Scalar] {
-            let options = Int2Options { encoder, ..Int2Options::default() };
+            let still = Arc::new(KeyTurning::new(Vec::new(), RopeLayout::Halves));
+            let options = Int2Options { encoder, turnings: vec![still; 4], ..Int2Options::default() };
             assert!(int2_codec("int2", &file, geometry, &options).is_err());
             let mut filled = file.clone();
             filled.fill_sliding_layers(&[0, 1, 3]);

@@ -256,8 +256,7 @@ impl Backend for CudaBackend {
             | Feature::ClampedSwiglu
             | Feature::ExpertBiases
             | Feature::LayersWithoutRope
-            | Feature::HighTier
-            | Feature::PageMeans => true,
+            | Feature::HighTier => true,
         }
     }
 

@@ -28,8 +28,6 @@ pub enum Feature {
     HostPages,
     /// A cache can have sealed pages of a second codec with more bits: [`SealedSpec::high`](crate::backend::SealedSpec::high).
     HighTier,
-    /// Keys of sealed pages may be centred page by page: [`HeadEncoder::page_means`](oscar_codec::HeadEncoder::page_means).
-    PageMeans,
 }
 
 impl std::fmt::Display for Feature {
@@ -44,7 +42,6 @@ impl std::fmt::Display for Feature {
             Feature::ExpertBiases => "biases of experts",
             Feature::LayersWithoutRope => "layers without rotary embedding",
             Feature::HostPages => "pages in the host's memory",
-            Feature::PageMeans => "keys that are centred page by page",
             Feature::HighTier => "sealed pages of two codecs (`--kv-tiers high`)",
         })
     }

@@ -63,16 +63,7 @@ pub struct ChosenBands {
     /// The transform of keys with it.
     pub transform: HeadTransform,
     /// What keys of sealed pages are centred by, beside the mean of the transform.
-    pub page_means: Option<PageMeans>,
-}
-
-/// What bands are of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Centring {
-    /// Keys less one mean.
-    OneMean,
-    /// Keys less the mean of their page.
-    PageMeans,
+    pub page_means: PageMeans,
 }
 
 /// The bands of a head that attention on held-out text moves least with.
@@ -83,18 +74,12 @@ pub fn choose(
     held_out: &HeldOut<'_>,
     moments: &HeadMoments,
     value_transform: &HeadTransform,
-    centring: Centring,
     failed: impl Fn(oscar_codec::CodecError) -> CalibrateError + Sync,
 ) -> Result<ChosenBands, CalibrateError> {
     let (queries, mean) = (moments.queries.mean(), moments.key_mean());
     let layout = BandLayout::int2(mean.len()).map_err(&failed)?;
     let mixing = band_mixing(&layout);
-    let (covariances, page_means) = match centring {
-        Centring::OneMean => ([moments.key_covariance(), moments.weighted_key_covariance()], None),
-        Centring::PageMeans => {
-            (moments.page_centred_covariances(), Some(moments.page_means().map_err(&failed)?))
-        }
-    };
+    let (covariances, page_means) = (moments.key_covariances(), moments.page_means().map_err(&failed)?);
     let ways: Vec<(&SquareMatrix, f64)> =
         covariances.iter().flat_map(|keys| QUERY_EXPONENTS.map(|alpha| (keys, alpha))).collect();
     let tried = ways.into_par_iter().map(|(keys, alpha)| {
@@ -102,7 +87,7 @@ pub fn choose(
         let transform =
             HeadTransform::general(Some(mean.clone()), &bands.multiply(&mixing)).map_err(&failed)?;
         let trial = RuleTrial::new(isa, held_out, &transform, value_transform).map_err(&failed)?;
-        let trial = trial.with_page_means(page_means.as_ref());
+        let trial = trial.with_page_means(Some(&page_means));
         Ok((trial.key_score(KeyCodes::Bands).map_err(&failed)?, bands, transform))
     });
     let tried: Vec<_> = tried.collect::<Result<_, CalibrateError>>()?;

@@ -6,11 +6,11 @@ use oscar_kernels::cpu::isa::Isa;
 use oscar_model::LoadedModel;
 use oscar_rotations::PAPER_RULES;
 use oscar_rotations::certificate::{HeadCertificate, SpectrumShares};
-use oscar_rotations::rotation::{LayerRotations, PageCentred, SideRotations};
+use oscar_rotations::rotation::{LayerRotations, SideRotations};
 use rayon::prelude::*;
 
 use super::CalibrateError;
-use super::bands::{self, Centring};
+use super::bands;
 use super::fit::{mean, rotation};
 use super::observed::ObservedLayer;
 use super::select::{CANDIDATES, HeldOut, KeyCodes, RuleTrial};
@@ -59,8 +59,7 @@ struct ChosenValues {
 /// One head's part of a [`FittedLayer`].
 struct FittedHead {
     keys: (SquareMatrix, Vec<f64>),
-    /// Bands of keys less one mean, and of keys less the mean of their page.
-    bands: Option<[SquareMatrix; 2]>,
+    bands: Option<SquareMatrix>,
     unturned_mean: Vec<f32>,
     values: (SquareMatrix, Vec<f64>),
     key_rule: Rule,
@@ -129,13 +128,12 @@ pub(super) fn fit_layer<B: Inspect>(
         let (centred, plain) = (centred.map_err(failed)?, plain.map_err(failed)?);
         let chosen = if centred.error < plain.error { centred } else { plain };
         // Heads whose size has no bands keep scalar codes.
-        let bands = |centring| bands::choose(isa, &choosing, own, &chosen.transform, centring, failed);
         let bands = match BandLayout::int2(heads.dim) {
-            Ok(_) => Some((bands(Centring::OneMean)?, bands(Centring::PageMeans)?)),
+            Ok(_) => Some(bands::choose(isa, &choosing, own, &chosen.transform, failed)?),
             Err(_) => None,
         };
         let (served_transform, page_means, codes) = match &bands {
-            Some((_, served)) => (&served.transform, served.page_means.as_ref(), KeyCodes::Bands),
+            Some(served) => (&served.transform, Some(&served.page_means), KeyCodes::Bands),
             None => (&key_transform, None, KeyCodes::Scalar(chosen.key_rule)),
         };
         let choice = RuleTrial::new(isa, &certifying, served_transform, &chosen.transform)
@@ -169,7 +167,7 @@ pub(super) fn fit_layer<B: Inspect>(
         };
         Ok(FittedHead {
             keys,
-            bands: bands.map(|(one_mean, page_means)| [one_mean.bands, page_means.bands]),
+            bands: bands.map(|chosen| chosen.bands),
             unturned_mean: own.unturned_key_mean(),
             values,
             key_rule: chosen.key_rule,
@@ -192,7 +190,7 @@ pub(super) fn fit_layer<B: Inspect>(
             means: Some(key_means.clone()),
             metrics: None,
             bands: None,
-            page_centred: None,
+            unturned_means: None,
             rules: vec![PAPER_RULES.0],
         },
         values: SideRotations {
@@ -201,7 +199,7 @@ pub(super) fn fit_layer<B: Inspect>(
             means: Some(value_means.clone()),
             metrics: None,
             bands: None,
-            page_centred: None,
+            unturned_means: None,
             rules: vec![PAPER_RULES.1],
         },
     };
@@ -211,17 +209,14 @@ pub(super) fn fit_layer<B: Inspect>(
         means: Some(key_means),
         metrics: Some(Vec::new()),
         bands: None,
-        page_centred: None,
+        unturned_means: None,
         rules: Vec::new(),
     };
     let mut values = SideRotations { means: Some(value_means), ..keys.clone() };
     let mut certificates = Vec::new();
-    let bands: Option<Vec<[SquareMatrix; 2]>> = fitted.iter().map(|head| head.bands.clone()).collect();
-    if let Some(bands) = bands {
-        let (one_mean, page_means) = bands.into_iter().map(|[one, page]| (one, page)).unzip();
-        let unturned_means = fitted.iter().map(|head| head.unturned_mean.clone()).collect();
-        keys.bands = Some(one_mean);
-        keys.page_centred = Some(PageCentred { unturned_means, bands: page_means });
+    keys.bands = fitted.iter().map(|head| head.bands.clone()).collect();
+    if keys.bands.is_some() {
+        keys.unturned_means = Some(fitted.iter().map(|head| head.unturned_mean.clone()).collect());
     }
     for head in fitted {
         push(&mut keys, head.keys, head.key_metric, head.key_rule);

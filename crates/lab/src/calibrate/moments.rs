@@ -86,10 +86,8 @@ pub struct HeadMoments {
     pub keys: Gram,
     /// Moment of the values behind the sink.
     pub values: Gram,
-    /// Moment of centred keys behind the sink, weighted with their energy in the metric of queries.
-    weighted_keys: Gram,
-    /// Moments of keys that are centred by the mean of their page: the plain one, and one with weights.
-    page_centred_keys: [Gram; 2],
+    /// Moments of the keys behind the sink, centred by the mean of their page: the plain one, and one with weights.
+    centred_keys: [Gram; 2],
     key_sum: Vec<f64>,
     /// Sum of the keys behind the sink before they were turned.
     unturned_key_sum: Vec<f64>,
@@ -110,11 +108,6 @@ fn energies(metric: &SquareMatrix, rows: &[f32]) -> Vec<f64> {
     rows.par_chunks(BLOCK_ROWS * dim).flat_map_iter(of_block).collect()
 }
 
-/// The mean of `x M xᵀ` over rows with a moment: tr(M C).
-fn energy(metric: &SquareMatrix, moment: &SquareMatrix) -> f64 {
-    metric.values().iter().zip(moment.values()).map(|(m, c)| m * c).sum()
-}
-
 impl HeadMoments {
     /// The moments before any row was added, of keys that turn so.
     pub fn new(head_dim: usize, turning: Arc<KeyTurning>) -> HeadMoments {
@@ -125,8 +118,7 @@ impl HeadMoments {
             weighted_values: gram(),
             keys: gram(),
             values: gram(),
-            weighted_keys: gram(),
-            page_centred_keys: [gram(), gram()],
+            centred_keys: [gram(), gram()],
             key_sum: vec![0.0; head_dim],
             unturned_key_sum: vec![0.0; head_dim],
             turning,
@@ -180,53 +172,32 @@ impl HeadMoments {
         sum.iter().map(|sum| (sum / rows.max(1) as f64) as f32).collect()
     }
 
-    /// Covariance of the keys behind the sink.
-    pub fn key_covariance(&self) -> SquareMatrix {
-        let (moment, rows) = (self.keys.mean(), self.keys.rows.max(1) as f64);
-        let mean: Vec<f64> = self.key_sum.iter().map(|sum| sum / rows).collect();
-        SquareMatrix::from_fn(mean.len(), |i, j| moment.get(i, j) - mean[i] * mean[j])
-    }
-
-    /// The covariance of the keys with those that get large logits counted more: the sum of the plain one and of one whose
-    /// weights are [`Self::add_weighted_keys`]'. Rare tokens that draw most of the attention, such as the markers of a chat,
-    /// have directions of their own, which a plain covariance takes for weak ones.
-    pub fn weighted_key_covariance(&self) -> SquareMatrix {
-        let (plain, weighted) = (self.key_covariance(), self.weighted_keys.mean());
-        SquareMatrix::from_fn(self.key_sum.len(), |i, j| plain.get(i, j) + weighted.get(i, j))
-    }
-
-    /// Adds the keys of one sequence, centred and weighted with their energy in the metric of queries: by one mean, and by the
-    /// mean of their page. All moments must have been added before.
-    pub fn add_weighted_keys(&mut self, keys: &[f32], positions: &Positions) {
-        let (dim, mean, metric) = (self.queries.dim, self.key_mean(), self.queries.mean());
-        let centred = |mean_of: &mut dyn FnMut(usize) -> Vec<f32>| -> Vec<f32> {
-            let mut centred = keys[(SINK * dim).min(keys.len())..].to_vec();
-            for (page, keys) in centred.chunks_mut(PAGE_TOKENS * dim).enumerate() {
-                let mean = mean_of(positions.of(SINK + page * PAGE_TOKENS) / PAGE_TOKENS);
-                for key in keys.chunks_exact_mut(dim) {
-                    key.iter_mut().zip(&mean).for_each(|(key, mean)| *key -= mean);
-                }
-            }
-            centred
-        };
-        let usual = energy(&metric, &self.key_covariance()).max(f64::MIN_POSITIVE);
-        let one_mean = centred(&mut |_| mean.clone());
-        let weights = energies(&metric, &one_mean).into_iter().map(|it| it / usual);
-        self.weighted_keys.add(one_mean.chunks_exact(dim).zip(weights));
+    /// Adds the keys of one sequence, centred by the mean of their page: alike, and weighted with their energy in the metric of
+    /// queries. All moments must have been added before.
+    pub fn add_centred_keys(&mut self, keys: &[f32], positions: &Positions) {
+        let dim = self.queries.dim;
         // Keys that are not finite are an error of the fit, which says where they are.
         let Ok(page_means) = self.page_means() else { return };
-        let centred = centred(&mut |page| page_means.of_page(page));
-        let of_keys = energies(&metric, &centred);
+        let mut centred = keys[(SINK * dim).min(keys.len())..].to_vec();
+        for (page, keys) in centred.chunks_mut(PAGE_TOKENS * dim).enumerate() {
+            let mean = page_means.of_page(positions.of(SINK + page * PAGE_TOKENS) / PAGE_TOKENS);
+            for key in keys.chunks_exact_mut(dim) {
+                key.iter_mut().zip(&mean).for_each(|(key, mean)| *key -= mean);
+            }
+        }
+        let of_keys = energies(&self.queries.mean(), &centred);
         // The mean over these keys, which are about as many in every sequence.
         let usual = (of_keys.iter().sum::<f64>() / of_keys.len().max(1) as f64).max(f64::MIN_POSITIVE);
-        let [plain, weighted] = &mut self.page_centred_keys;
+        let [plain, weighted] = &mut self.centred_keys;
         plain.add(centred.chunks_exact(dim).map(|key| (key, 1.0)));
         weighted.add(centred.chunks_exact(dim).zip(of_keys.iter().map(|it| it / usual)));
     }
 
-    /// [`Self::key_covariance`] and [`Self::weighted_key_covariance`] of keys that are centred by the mean of their page.
-    pub fn page_centred_covariances(&self) -> [SquareMatrix; 2] {
-        let [plain, weighted] = self.page_centred_keys.each_ref().map(Gram::mean);
+    /// The covariance of the keys behind the sink, and one that counts those with large logits more: the sum of the plain one and
+    /// of one with the weights of [`Self::add_centred_keys`]. Rare tokens that draw most of the attention, such as the markers of a
+    /// chat, have directions of their own, which a plain covariance takes for weak ones.
+    pub fn key_covariances(&self) -> [SquareMatrix; 2] {
+        let [plain, weighted] = self.centred_keys.each_ref().map(Gram::mean);
         let both = SquareMatrix::from_fn(plain.dim(), |i, j| plain.get(i, j) + weighted.get(i, j));
         [plain, both]
     }
@@ -356,17 +327,20 @@ mod tests {
         let rows = ObservedRows { qkv: &turned, ..rows };
         let mut moments = HeadMoments::new(heads.dim, turning);
         moments.add(&rows, 0, &positions);
-        moments.add_weighted_keys(&rows.stored(0).0, &positions);
+        moments.add_centred_keys(&rows.stored(0).0, &positions);
         for (mean, expected) in moments.unturned_key_mean().into_iter().zip([9.0, -3.0, 1.0, 4.0]) {
             assert!((mean - expected).abs() < 0.02, "{mean} for {expected}");
         }
-        let [plain, _] = moments.page_centred_covariances();
+        let [plain, _] = moments.key_covariances();
         for channel in 0..4 {
             // Numbers that are as likely anywhere in a range of one have a variance of a twelfth.
             let variance = plain.get(channel, channel);
             assert!((variance - 1.0 / 12.0).abs() < 0.02, "channel {channel}: {variance}");
         }
-        assert!(moments.key_covariance().trace() > 10.0, "one mean leaves what turns");
+        let mean = moments.key_mean();
+        let around_one =
+            moments.keys.mean().trace() - mean.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>();
+        assert!(around_one > 10.0, "one mean leaves what turns: {around_one}");
     }
 
     /// A model that computes NaN is an error and no panic.
@@ -380,7 +354,7 @@ mod tests {
         let positions = Positions::spread(100, 0);
         let mut moments = HeadMoments::new(heads.dim, still());
         moments.add(&rows, 0, &positions);
-        moments.add_weighted_keys(&rows.stored(0).0, &positions);
+        moments.add_centred_keys(&rows.stored(0).0, &positions);
         assert!(moments.page_means().is_err());
     }
 

@@ -60,9 +60,7 @@ pub fn observe_layer<B: Inspect>(
     let held_out = stored.pop().unwrap_or_default();
     moments.par_iter_mut().enumerate().for_each(|(head, moments)| {
         let sequences = || stored.iter().map(|heads| &heads[head]);
-        sequences()
-            .zip(&spread)
-            .for_each(|((keys, _), positions)| moments.add_weighted_keys(keys, positions));
+        sequences().zip(&spread).for_each(|((keys, _), positions)| moments.add_centred_keys(keys, positions));
         let keys: Vec<f32> = sequences().flat_map(|(keys, _)| keys.iter().copied()).collect();
         let values: Vec<f32> = sequences().flat_map(|(_, values)| values.iter().copied()).collect();
         moments.add_weighted_values(&keys, &values);

@@ -22,7 +22,7 @@ use super::band_variants::{BandsOfBits, LeastSquaresBands, windows_of};
 /// The names and options of codecs, for help texts and errors.
 pub const HELP: &str = "bf16, fp8, int4, int3, high, int2, int1.5, saw-int4, turboquant, kitty, kivi2, quarot-int2, naive-int2; \
     int2 takes options: int2:band, int2:scalar, int2:paper (int2:auto), int2:layer (head), int2:uncentred (centred), int2:clip=0.96/0.92, int2:rule=search, \
-    int2:group=64, int2:scales=bf16, int2:widths=4/2/1/1 (of bands, in every layer), int2:one-mean (keys are centred by one mean, not page by page), int2:begin=8192 (as if the text began at that position, a multiple of 64), int2:keys-only, int2:values-only, joined with +; int2:least-squares is int2 without \
+    int2:group=64, int2:scales=bf16, int2:widths=4/2/1/1 (of bands, in every layer), int2:begin=8192 (as if the text began at that position, a multiple of 64), int2:keys-only, int2:values-only, joined with +; int2:least-squares is int2 without \
     unbiased scales of keys; high and int1.5 take keys-only or values-only, high:bits=8/4/2/2 has other bits in its bands; bf16:basis rounds to bf16 as the windows of int2 do; int4, int3, saw-int4, \
     quarot-int2 and naive-int2 take :centred or :uncentred";
 
@@ -36,26 +36,19 @@ pub struct CodecSource<'a> {
     pub geometry: KvGeometry,
     /// Rotations with key channels in the model's own order.
     pub rotations: Option<&'a RotationFile>,
-    /// How the keys of each layer turn with their position.
-    turnings: Vec<Arc<KeyTurning>>,
-    /// What `int2` is made with when nothing is said: what a cache on the same device has.
+    /// What `int2` is made with when nothing is said.
     defaults: Int2Options,
 }
 
 impl<'a> CodecSource<'a> {
-    /// What there is to know of a model and of the device that it is on. Key channels of rotations are in the model's own order.
+    /// What there is to know of a model. Key channels of rotations are in the model's own order.
     pub fn new<B: Backend>(model: &LoadedModel<B>, rotations: Option<&'a RotationFile>) -> CodecSource<'a> {
-        CodecSource {
-            geometry: model.config().kv_geometry(),
-            rotations,
-            turnings: model.config().key_turnings(),
-            defaults: Int2Options::of(model),
-        }
+        CodecSource { geometry: model.config().kv_geometry(), rotations, defaults: Int2Options::of(model) }
     }
 
     /// Codecs that need no model but its shape.
     pub fn of_shape(geometry: KvGeometry) -> CodecSource<'a> {
-        CodecSource { geometry, rotations: None, turnings: Vec::new(), defaults: Int2Options::default() }
+        CodecSource { geometry, rotations: None, defaults: Int2Options::default() }
     }
 
     /// Builds the codec that `spec` names.
@@ -110,7 +103,7 @@ impl<'a> CodecSource<'a> {
 
     fn int15(&self, spec: &str, options: &str) -> Result<Box<dyn CacheCodec>, EvalError> {
         let side = side_option(spec, options)?;
-        let codec = int15_codec(spec, self.file(spec)?, self.geometry, self.defaults.turnings.as_deref())?;
+        let codec = int15_codec(spec, self.file(spec)?, self.geometry, &self.defaults.turnings)?;
         Ok(sided(FastCodec::new(Isa::detect(), codec), side))
     }
 
@@ -138,14 +131,13 @@ impl<'a> CodecSource<'a> {
     }
 
     fn int2(&self, spec: &str, options: &Int2Spec) -> Result<Box<dyn CacheCodec>, EvalError> {
-        let turnings = self.defaults.turnings.clone().filter(|_| !options.one_mean);
-        let parts = Int2Options { turnings, ..options.parts.clone() };
+        let parts = Int2Options { turnings: self.defaults.turnings.clone(), ..options.parts.clone() };
         let codec = int2_codec(spec, self.file(spec)?, self.geometry, &parts)?;
         let codec = sided(FastCodec::new(Isa::detect(), codec), options.side);
         Ok(match options.begin {
             0 => codec,
             begin => {
-                let (turnings, head_dim) = (self.turnings.clone(), self.geometry.head_dim);
+                let (turnings, head_dim) = (parts.turnings, self.geometry.head_dim);
                 Box::new(LaterText { codec, turnings, head_dim, begin })
             }
         })
@@ -179,8 +171,6 @@ fn sided(codec: FastCodec, side: Option<Side>) -> Box<dyn CacheCodec> {
 struct Int2Spec {
     parts: Int2Options,
     side: Option<Side>,
-    /// One mean for the keys of all pages.
-    one_mean: bool,
     /// The position at which the text is taken to begin.
     begin: usize,
 }
@@ -189,7 +179,7 @@ impl Int2Spec {
     /// Reads options joined with `+`.
     fn parse(spec: &str, options: &str) -> Result<Int2Spec, EvalError> {
         let (mut parsed, mut one_side) = (Int2Options::default(), None);
-        let (mut one_mean, mut begin) = (false, 0);
+        let mut begin = 0;
         for option in options.split('+').filter(|option| !option.is_empty()) {
             let wrong = || EvalError::Codec {
                 spec: spec.to_owned(),
@@ -206,7 +196,6 @@ impl Int2Spec {
                 ("uncentred", "") => parsed.centred = Some(false),
                 ("keys-only", "") => one_side = Some(Side::Key),
                 ("values-only", "") => one_side = Some(Side::Value),
-                ("one-mean", "") => one_mean = true,
                 ("begin", position) => {
                     let position: usize = position.parse().map_err(|_| wrong())?;
                     begin = Some(position).filter(|it| it.is_multiple_of(PAGE_TOKENS)).ok_or_else(wrong)?;
@@ -226,7 +215,7 @@ impl Int2Spec {
                 _ => return Err(wrong()),
             }
         }
-        Ok(Int2Spec { parts: parsed, side: one_side, one_mean, begin })
+        Ok(Int2Spec { parts: parsed, side: one_side, begin })
     }
 }
 
@@ -346,12 +335,12 @@ mod tests {
 
     #[test]
     fn options_are_read_or_refused_with_the_list() {
-        let Int2Spec { parts: parsed, side, one_mean, begin } = Int2Spec::parse(
+        let Int2Spec { parts: parsed, side, begin } = Int2Spec::parse(
             "int2",
-            "paper+group=32+clip=0.9/0.8+scales=bf16+keys-only+widths=4/2/2/0+one-mean+begin=6400",
+            "paper+group=32+clip=0.9/0.8+scales=bf16+keys-only+widths=4/2/2/0+begin=6400",
         )
         .unwrap();
-        assert!(one_mean && begin == 6400);
+        assert_eq!(begin, 6400);
         assert_eq!(parsed.encoder, Int2Encoder::Paper);
         assert_eq!(parsed.group, Some(32));
         assert_eq!(parsed.rules, Some((Rule::Clip(0.9), Rule::Clip(0.8))));

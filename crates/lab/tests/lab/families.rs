@@ -173,7 +173,7 @@ fn old_rotation_files_are_named_as_such() {
     assert_eq!(plan.notices, []);
 
     let layers = file.heads.iter_mut().flat_map(|heads| heads.values_mut());
-    layers.for_each(|layer| layer.keys.bands = None);
+    layers.for_each(|layer| (layer.keys.bands, layer.keys.unturned_means) = (None, None));
     safetensors::write(&path, &file).unwrap();
     let bytes = std::fs::read(&path).unwrap();
     let at = bytes.windows(13).position(|bytes| bytes == b"\"version\":\"4\"").unwrap();

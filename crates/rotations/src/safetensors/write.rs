@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use super::{Contents, FORMAT_NAME, METADATA, StoredRules, WIDTHS, map};
 use crate::atomic::write_atomically;
 use crate::error::RotationError;
-use crate::rotation::{FORMAT_VERSION, PageCentred, RotationFile, Scope, SideRotations};
+use crate::rotation::{FORMAT_VERSION, RotationFile, Scope, SideRotations};
 
 /// Writes a file, whole or not at all, with matrices in 16 bits. What cannot be read back is not written.
 pub fn write(path: &Path, file: &RotationFile) -> Result<(), RotationError> {
@@ -142,10 +142,8 @@ fn tensors(file: &RotationFile) -> Vec<(String, Vec<usize>, TensorData<'_>)> {
                 if let Some(bands) = &rotations.bands {
                     tensors.push((name("bands"), shape(count, &[d, d]), TensorData::Matrices(bands)));
                 }
-                if let Some(PageCentred { unturned_means, bands }) = &rotations.page_centred {
-                    let means = TensorData::Means(unturned_means);
-                    tensors.push((name("unturned_mean"), shape(count, &[d]), means));
-                    tensors.push((name("page_bands"), shape(count, &[d, d]), TensorData::Matrices(bands)));
+                if let Some(means) = &rotations.unturned_means {
+                    tensors.push((name("unturned_mean"), shape(count, &[d]), TensorData::Means(means)));
                 }
             }
         }

@@ -137,9 +137,7 @@ impl LayerBands {
     fn of(keys: &SideRotations, layout: &BandLayout) -> LayerBands {
         let mut worst = LayerBands { condition: Some(1.0), fall: None };
         let metrics = keys.metrics.as_deref().unwrap_or_default();
-        let of_pages = keys.page_centred.iter().map(|centred| &centred.bands);
-        let all = keys.bands.iter().chain(of_pages).flat_map(|bands| bands.iter().enumerate());
-        for (head, matrix) in all {
+        for (head, matrix) in keys.bands.iter().flatten().enumerate() {
             let Some(inverse) = matrix.inverse() else {
                 return LayerBands { condition: None, ..worst };
             };

@@ -9,7 +9,7 @@ use oscar_codec::{
 };
 use oscar_random::Random;
 use oscar_rotations::codec::{int2_codec, int15_codec};
-use oscar_rotations::rotation::{LayerRotations, PageCentred, RotationFile, RotationHeader, SideRotations};
+use oscar_rotations::rotation::{LayerRotations, RotationFile, RotationHeader, SideRotations};
 use oscar_rotations::{Int2Encoder, Int2Options, RotationError};
 
 const DIM: usize = 64;
@@ -24,7 +24,7 @@ fn file(bands: bool) -> RotationFile {
         means: Some(vec![vec![0.25; DIM]]),
         metrics: None,
         bands,
-        page_centred: None,
+        unturned_means: None,
         rules: vec![Rule::Search],
     };
     let scaled = SquareMatrix::from_fn(DIM, |i, j| if i == j { 1.0 / strength(i) } else { 0.0 });
@@ -99,7 +99,7 @@ fn bands_keep_logits_of_uneven_keys() {
     assert!(bands.0 < 0.5 * scalar.0, "{bands:?} against {scalar:?}");
     assert!((bands.1 - 1.0).abs() < 0.03, "{bands:?}");
     // Three quarters of the bytes, and little worse than scalar codes.
-    let smaller = error(int15_codec("int1.5", &file(true), GEOMETRY, None));
+    let smaller = error(int15_codec("int1.5", &file(true), GEOMETRY, &[]));
     assert_eq!((smaller.2, bands.2), (1856, 2560));
     assert!(bands.0 < smaller.0 && smaller.0 < 1.3 * scalar.0, "{smaller:?} against {scalar:?}");
     // Four bits for the same rows. The strongest band has them already.
@@ -112,25 +112,28 @@ fn bands_keep_logits_of_uneven_keys() {
 
 #[test]
 fn the_smaller_format_needs_bands() {
-    let error = int15_codec("int1.5", &file(false), GEOMETRY, None).expect_err("no bands");
+    let error = int15_codec("int1.5", &file(false), GEOMETRY, &[]).expect_err("no bands");
     assert!(error.to_string().contains("oscar calibrate"), "{error}");
 }
 
-/// Keys whose mean turns are read back far better from pages that are centred by their own mean, and that needs a file that has
-/// them and a device that can centre pages.
+/// Keys whose mean turns are read back far better from pages that are centred by their own mean, and that needs to be known how
+/// they turn.
 #[test]
 fn keys_that_turn_are_centred_page_by_page() {
     let turning = Arc::new(KeyTurning::new(vec![0.01, 1e-3, 1e-4, 1e-5], RopeLayout::Halves));
     let unturned: Vec<f32> = (0..DIM).map(|channel| if channel % 4 == 0 { 30.0 } else { -5.0 }).collect();
     let mut file = file(true);
     let keys = &mut file.heads.as_mut().expect("heads").get_mut(&0).expect("a layer").keys;
-    let bands = keys.bands.clone().expect("bands");
-    keys.page_centred = Some(PageCentred { unturned_means: vec![unturned.clone()], bands });
-    let error = |turnings: Option<Vec<Arc<KeyTurning>>>| {
-        let options = Int2Options { turnings, ..Int2Options::default() };
+    keys.unturned_means = Some(vec![unturned.clone()]);
+    let missing = int2_codec("int2", &file, GEOMETRY, &Int2Options::default()).expect_err("nothing turns");
+    assert!(missing.to_string().contains("means that turn"), "{missing}");
+    let mut error = |by_page: bool| {
+        let keys = &mut file.heads.as_mut().expect("heads").get_mut(&0).expect("a layer").keys;
+        keys.unturned_means = by_page.then(|| vec![unturned.clone()]);
+        let options = Int2Options { turnings: vec![turning.clone()], ..Int2Options::default() };
         let codec = int2_codec("int2", &file, GEOMETRY, &options).expect("a codec");
-        assert_eq!(codec.has_page_means(0), options.turnings.is_some());
-        assert_eq!(codec.page_mean_bytes(), if options.turnings.is_some() { 2 * DIM } else { 0 });
+        assert_eq!(codec.has_page_means(0), by_page);
+        assert_eq!(codec.page_mean_bytes(), if by_page { 2 * DIM } else { 0 });
         let mut random = Random::new(9);
         let (mut squares, first) = (0.0, 20_000);
         let keys: Vec<f32> = (first..first + 150)
@@ -146,8 +149,8 @@ fn keys_that_turn_are_centred_page_by_page() {
         keys.iter().zip(&read).for_each(|(key, read)| squares += f64::from(key - read).powi(2));
         squares
     };
-    let (one_mean, own_means) = (error(None), error(Some(vec![turning.clone()])));
+    let (one_mean, own_means) = (error(false), error(true));
     assert!(own_means < 0.2 * one_mean, "{own_means} against {one_mean}");
-    let smaller = int15_codec("int1.5", &file, GEOMETRY, Some(&[turning])).expect("a codec");
+    let smaller = int15_codec("int1.5", &file, GEOMETRY, &[turning]).expect("a codec");
     assert!(smaller.has_page_means(0) && smaller.high().is_none_or(|high| high.has_page_means(0)));
 }

@@ -9,8 +9,8 @@ use oscar_random::Random;
 use oscar_rotations::find::RotationOrigin;
 use oscar_rotations::interleaved::{from_interleaved, interleaved_order, to_interleaved};
 use oscar_rotations::{
-    LayerRotations, PageCentred, RotationError, RotationFile, RotationHeader, RotationSet, SideRotations,
-    check_model, find, safetensors, shipped,
+    LayerRotations, RotationError, RotationFile, RotationHeader, RotationSet, SideRotations, check_model,
+    find, safetensors, shipped,
 };
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -53,7 +53,7 @@ impl Rotations {
             means: keys.then(Vec::new),
             metrics: Some(Vec::new()),
             bands: keys.then(Vec::new),
-            page_centred: keys.then(|| PageCentred { unturned_means: Vec::new(), bands: Vec::new() }),
+            unturned_means: keys.then(Vec::new),
             rules: Vec::new(),
         };
         for head in 0..count {
@@ -77,11 +77,8 @@ impl Rotations {
                     basis.get(i, j) * 3.0 * 0.8_f64.powi(j as i32)
                 })));
             }
-            if let Some(PageCentred { unturned_means, bands }) = &mut side.page_centred {
-                unturned_means.push((0..DIM).map(|_| (2.0 * self.0.fraction() - 1.0) as f32).collect());
-                bands.push(rounded(&SquareMatrix::from_fn(DIM, |i, j| {
-                    basis.get(i, j) * 2.0 * 0.9_f64.powi(j as i32)
-                })));
+            if let Some(means) = &mut side.unturned_means {
+                means.push((0..DIM).map(|_| (2.0 * self.0.fraction() - 1.0) as f32).collect());
             }
             side.rules.push([Rule::Clip(0.96), Rule::Search, Rule::Gaussian][head % 3]);
         }
@@ -145,12 +142,6 @@ fn unrounded(mut read: RotationFile, original: &RotationFile) -> RotationFile {
                     *found = exact.clone();
                 }
                 for (found, exact) in side.bands.iter_mut().flatten().zip(exact.bands.iter().flatten()) {
-                    close(found, exact, 1e-3);
-                    *found = exact.clone();
-                }
-                let page_bands = side.page_centred.iter_mut().flat_map(|centred| &mut centred.bands);
-                let exact_bands = exact.page_centred.iter().flat_map(|centred| &centred.bands);
-                for (found, exact) in page_bands.zip(exact_bands) {
                     close(found, exact, 1e-3);
                     *found = exact.clone();
                 }
@@ -244,7 +235,7 @@ fn wide_file() -> RotationFile {
         means: None,
         metrics: None,
         bands: bands.then(|| vec![hadamard::matrix(DIM)]),
-        page_centred: None,
+        unturned_means: None,
         rules: vec![Rule::Search],
     };
     let layer = LayerRotations { keys: side(true), values: side(false) };
@@ -324,15 +315,14 @@ fn bad_files_are_refused_with_the_tensor_or_field() {
     assert!(
         matches!(renamed, RotationError::Tensor { tensor, .. } if tensor == "layers.2.values.head.rotation")
     );
-    // What centres keys page by page comes in two parts.
-    for missing in ["page_bands", "unturned_mean"].map(|part| format!("layers.1.keys.head.{part}")) {
-        let renamed = refused(with_header(&bytes, |header| {
-            let header = header.as_object_mut().expect("object");
-            let tensor = header.remove(&missing).expect("tensor");
-            header.insert("layers.1.keys.head.else".to_owned(), tensor);
-        }));
-        assert!(matches!(&renamed, RotationError::Tensor { tensor, .. } if *tensor == missing), "{renamed}");
-    }
+    // Means of pages are nothing without bands.
+    let missing = "layers.1.keys.head.bands";
+    let renamed = refused(with_header(&bytes, |header| {
+        let header = header.as_object_mut().expect("object");
+        let tensor = header.remove(missing).expect("tensor");
+        header.insert("layers.1.keys.head.else".to_owned(), tensor);
+    }));
+    assert!(matches!(&renamed, RotationError::Tensor { tensor, .. } if tensor == missing), "{renamed}");
     let reshaped = refused(with_header(&bytes, |header| {
         header["layers.0.keys.head.rotation"]["shape"] = json!([DIM, HEADS, DIM]);
     }));
@@ -478,7 +468,7 @@ fn files_without_bands_lose_against_those_that_ship_with_them() {
     assert_eq!((&*choice.taken.name, choice.passed_over.is_none()), ("mine", true));
 
     let layers = own.heads.iter_mut().flat_map(|heads| heads.values_mut());
-    layers.for_each(|layer| layer.keys.bands = None);
+    layers.for_each(|layer| (layer.keys.bands, layer.keys.unturned_means) = (None, None));
     safetensors::write(&path, &own).expect("write");
     let choice = chosen();
     assert!(matches!(choice.taken.origin, RotationOrigin::Shipped(_)), "{:?}", choice.taken);

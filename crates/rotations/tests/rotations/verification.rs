@@ -123,14 +123,19 @@ fn verification_finds_each_kind_of_damaged_bands() {
     one(reversed, Severity::Warning, "bands of keys, layer 5: a band is weaker than one that has fewer bits");
     let some = with_keys(|file| {
         for layer in [6, 7] {
-            file.heads.as_mut().expect("heads").get_mut(&layer).expect("layer").keys.bands = None;
+            let layer = file.heads.as_mut().expect("heads").get_mut(&layer).expect("layer");
+            (layer.keys.bands, layer.keys.unturned_means) = (None, None);
         }
     });
     one(some, Severity::Error, "bands of keys, layers 6-7: missing");
     let other_heads = with_keys(|file| (file.header.head_dim, file.widths) = (40, BTreeMap::new()));
     one(other_heads, Severity::Error, "bands need a multiple of 16 channels");
     let none = with_keys(|file| {
-        file.heads.as_mut().expect("heads").values_mut().for_each(|layer| layer.keys.bands = None);
+        file.heads
+            .as_mut()
+            .expect("heads")
+            .values_mut()
+            .for_each(|layer| (layer.keys.bands, layer.keys.unturned_means) = (None, None));
         file.widths.clear();
     });
     one(none, Severity::Note, "`int2` has scalar codes");
@@ -163,7 +168,11 @@ fn verification_finds_bits_of_layers_that_cannot_be() {
     let unknown = found(&|file| file.widths = BTreeMap::from([(30, widths("4/2/0/0"))]));
     assert!(unknown.len() == 1 && unknown[0].starts_with("error: bits of keys, layer 30"), "{unknown:?}");
     let unused = found(&|file| {
-        file.heads.as_mut().expect("heads").values_mut().for_each(|layer| layer.keys.bands = None);
+        file.heads
+            .as_mut()
+            .expect("heads")
+            .values_mut()
+            .for_each(|layer| (layer.keys.bands, layer.keys.unturned_means) = (None, None));
     });
     assert!(unused.iter().any(|text| text.starts_with("warning: bits of keys: of no use")), "{unused:?}");
     let mut small = file(8);
