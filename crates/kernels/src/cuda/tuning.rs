@@ -108,14 +108,11 @@ impl DecodeShape {
         let partial = tuning.warps * self.rows() * (self.head_dim + 8) * 4;
         // A result that is left for the next segment.
         let left = self.rows() * self.head_dim * 4;
-        // The mean keys of sixteen tiles for every warp.
-        let staged = matches!(self.sealed, PageLayout::Banded(_)) && self.head_dim <= 128;
-        let means = if staged { tuning.warps * 16 * self.head_dim * 2 } else { 0 };
         // Sums of slices, factors, rows, and a product with a matrix of which every warp has a part.
         let merge = tuning.warps * 32 * 16
             + MOST_PARTIALS * self.rows() * 4
             + (1 + tuning.warps) * self.rows() * self.head_dim * 4;
-        Ok((stages.max(partial) + left + means).max(merge))
+        Ok((stages.max(partial) + left).max(merge))
     }
 
     /// What a block has besides: 1 KB of its own, barriers, states of warps, queries as operands, and what aligning them

@@ -40,8 +40,6 @@ constexpr int ROW_STRIDE = HEAD_DIM + 8;
 typedef Ring<STAGES, STAGE_BYTES> TileRing;
 constexpr int TILE_FLOATS = WARPS * STAGES * STAGE_BYTES / 4, SUM_FLOATS = WARPS * ROWS * ROW_STRIDE;
 constexpr int LEFT_AT = TILE_FLOATS > SUM_FLOATS ? TILE_FLOATS : SUM_FLOATS;
-// Mean keys of the pages that the warps work on next.
-constexpr int MEANS_AT = LEFT_AT + ROWS * HEAD_DIM;
 
 struct Arguments {
   const float* queries;  // [row][kv head][group][channel], rows so far apart
@@ -81,8 +79,7 @@ DEVICE void begin(
 
 template <class Provider>
 DEVICE void attend_tiles(
-    const Arguments& a, const Segment& s, TileRing& ring, float* scratch, u8* query_memory, int warp, int lane,
-    Provider& state) {
+    const Arguments& a, const Segment& s, TileRing& ring, u8* query_memory, int warp, int lane, Provider& state) {
   constexpr bool EXACT = Provider::TOKENS == 8;
   // Without a format of sealed pages, history is bf16 too, in a pool of its own.
   const bool history = !EXACT || (SEALED_BITS == 0 && s.kind);
@@ -111,31 +108,6 @@ DEVICE void attend_tiles(
     slot = slot_of(i + 1);
     ring.fetch<Provider::TILE_BYTES>(ahead, source, i < count, lane);
   };
-  // What the logits of the next tiles are more because keys are less the means of their pages. Nobody writes means while kernels
-  // run, so they need no waiting for launches.
-  u8* means = (u8*)(scratch + MEANS_AT);
-  auto mean_of = [&](int first) {
-    return [&, first](int later) {
-      const long long page = page_of(min(first + later, count - 1));
-      return a.means + (page * a.kv_heads + s.head) * (HEAD_DIM * 2);
-    };
-  };
-  auto fetch_means = [&](int first) {
-    if constexpr (Provider::CENTRED)
-      if (a.means && first < count) Provider::fetch_means(means + warp * Provider::STAGED_MEANS, mean_of(first), lane);
-  };
-  auto centre = [&](int i) {
-    if constexpr (Provider::CENTRED) {
-      if (i % Provider::CENTRED_TILES == 0 && a.means) {
-        const float* queries = a.queries + s.sequence * a.query_stride + (s.head * a.group + s.first_row) * HEAD_DIM;
-        state.multiply_means(queries, s.rows, a.scale, means + warp * Provider::STAGED_MEANS, mean_of(i), lane);
-        fetch_means(i + Provider::CENTRED_TILES);
-      }
-      if (i == 0 && !a.means) state.no_means(lane);
-      state.centre_on(i);
-    }
-  };
-  fetch_means(0);
   // All slots of the first tiles at once, where these are several.
   u32 slots[STAGES];
   #pragma unroll
@@ -148,6 +120,18 @@ DEVICE void attend_tiles(
   }
   const long long row = s.sequence * a.query_stride + (s.head * a.group + s.first_row) * HEAD_DIM;
   begin(state, a.queries + row, s.rows, a.scale, query_memory, warp, lane);
+  // What the logits of the next tiles are more because keys are less the means of their pages.
+  auto centre = [&](int i) {
+    if constexpr (Provider::CENTRED) {
+      auto mean_of = [&](int later) {
+        const long long page = page_of(min(i + later, count - 1));
+        return a.means + (page * a.kv_heads + s.head) * (HEAD_DIM * 2);
+      };
+      if (i % Provider::CENTRED_TILES == 0 && a.means) state.multiply_means(a.queries + row, s.rows, a.scale, mean_of, lane);
+      if (i == 0 && !a.means) state.no_means(lane);
+      state.centre_on(i);
+    }
+  };
   if (count > 0) centre(0);
   if (count > 0) state.prime(ring.look<STAGES - 2>(), lane);
   #pragma unroll 1
@@ -411,13 +395,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend(cons
 #if SEALED_BITS
     if (s.kind) {
       Sealed state;
-      attend_tiles(a, s, ring, scratch, query_memory, warp, lane, state);
+      attend_tiles(a, s, ring, query_memory, warp, lane, state);
       write_partial(a, s, state, scratch, shared, warp, lane);
     } else
 #endif
     {
       Exact state;
-      attend_tiles(a, s, ring, scratch, query_memory, warp, lane, state);
+      attend_tiles(a, s, ring, query_memory, warp, lane, state);
       write_partial(a, s, state, scratch, shared, warp, lane);
     }
     scratch_to_tiles();

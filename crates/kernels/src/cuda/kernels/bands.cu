@@ -13,7 +13,7 @@
 //     one byte    slices 0 and 1         slice 2 and nothing
 //
 // Where keys are less the mean key of their page, the logits of a page are more by the product of that and the query. A warp
-// computes these products for sixteen tiles at once, and has the means of the sixteen tiles after them on their way meanwhile.
+// computes these products for sixteen tiles at once.
 //
 // Scales are logarithms of eight bits. A table in shared memory decodes them: one byte taken out and one load, where
 // arithmetic would take six instructions, and zero needs no care.
@@ -56,9 +56,6 @@ struct BandKeys : Keys<BITS, LATER> {
   // Last come the products with the mean keys of the tiles that a warp works on next, [tile][row].
   static constexpr bool CENTRED = true;
   static constexpr int CENTRED_TILES = 16;
-  static constexpr int MEAN_BYTES = HEAD_DIM * 2;
-  // Wider heads would leave a multiprocessor room for fewer blocks. Their means are read where they are needed.
-  static constexpr int STAGED_MEANS = HEAD_DIM <= 128 ? CENTRED_TILES * MEAN_BYTES : 0;
   static constexpr int MEANS = SCALES + WARPS * SCALE_BYTES;
   static constexpr int QUERY_BYTES = MEANS + WARPS * CENTRED_TILES * ROWS_HERE * 4;
 
@@ -181,34 +178,19 @@ struct BandKeys : Keys<BITS, LATER> {
     for (int slice = 0; slice < SLICES; slice++) reference[slice] = total[slice] = offsets[slice][0] = 0.0f;
   }
 
-  // Begins to fetch the mean keys of sixteen tiles. They are the same for all sequences, so they stay in the second-level cache
-  // before pages do. `mean_of` says where the mean of a tile lies.
-  template <class F>
-  DEVICE static void fetch_means(u8* staged, F mean_of, int lane) {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    const u32 to = shared_address(staged);
-    for (int at = lane * 16; at < STAGED_MEANS; at += 512)
-      asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
-          :: "r"(to + at), "l"(mean_of(at / MEAN_BYTES) + at % MEAN_BYTES), "l"(policy) : "memory");
-  }
-
   // Multiplies all queries with the mean keys of sixteen tiles, with bf16 instructions: the queries in two parts, which loses
-  // nothing against f32. Channels have any order that is the same for both, so a lane takes eight that are side by side.
+  // nothing against f32. `mean_of` says where the mean of a tile lies. Channels have any order that is the same for both, so a
+  // lane takes eight that are side by side.
   template <class F>
-  DEVICE void multiply_means(const float* queries, int rows, float scale, const u8* staged, F mean_of, int lane) {
+  DEVICE void multiply_means(const float* queries, int rows, float scale, F mean_of, int lane) {
     constexpr int EIGHTS = (ROWS_HERE + 7) / 8;
-    if (STAGED_MEANS) {
-      asm volatile("cp.async.wait_all;" ::: "memory");
-      __syncwarp();
-    }
-    auto place = [&](int tile) { return STAGED_MEANS ? staged + tile * MEAN_BYTES : mean_of(tile); };
-    const u8* means[2] = {place(lane / 4), place(lane / 4 + 8)};
+    const u8* means[2] = {mean_of(lane / 4), mean_of(lane / 4 + 8)};
     float products[EIGHTS][4] = {};
     #pragma unroll
     for (int step = 0; step < CHANNEL_STEPS; step++) {
       const int channel = step * 32 + lane % 4 * 8;
-      const uint4 first = *(const uint4*)(means[0] + channel * 2), second = *(const uint4*)(means[1] + channel * 2);
+      const uint4 first = __ldg((const uint4*)(means[0] + channel * 2));
+      const uint4 second = __ldg((const uint4*)(means[1] + channel * 2));
       #pragma unroll
       for (int eight = 0; eight < EIGHTS; eight++) {
         const int row = eight * 8 + lane / 4;
