@@ -74,6 +74,7 @@ fn nobody_gets_a_wrong_answer_whatever_happens() {
     let model = model(true);
     // Another number here is another test; CI runs one.
     let offset: u64 = std::env::var("OSCAR_STRESS_SEED").map_or(0, |seed| seed.parse().unwrap());
+    let mut preemptions = 0;
     for (format, pages, recent, seed) in
         [("bf16", 20, 2, 1), ("int2", 50, 2, 2), ("int4", 44, 1, 3), ("fp8", 60, 0, 4), ("int2", 44, 1, 5)]
     {
@@ -94,7 +95,7 @@ fn nobody_gets_a_wrong_answer_whatever_happens() {
             }
         });
         let stats = engine.fresh_stats();
-        assert!(stats.preemptions > 0, "{format}: {stats:?}");
+        preemptions += stats.preemptions;
         assert_eq!(stats.failed, 0, "{format}");
         assert_idle(&engine);
         let idle = TestEngine::new(model.clone(), &EngineOptions { ..with(300) }).unwrap();
@@ -105,4 +106,6 @@ fn nobody_gets_a_wrong_answer_whatever_happens() {
             assert_eq!(tokens, alone, "{format}, seed {seed}, prompt of {}", prompt.len());
         }
     }
+    // Which of these pools was too small for what ran at the same time depends on how fast threads were.
+    assert!(preemptions > 0, "nobody lost pages");
 }
